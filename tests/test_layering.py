@@ -1,0 +1,67 @@
+"""Imports follow the table of CONTRIBUTING.md; files and functions stay small."""
+
+import ast
+import pathlib
+
+import pytest
+
+PACKAGE = pathlib.Path(__file__).parent.parent / "jfleet"
+
+# A file may import only from a lower row. A folder stands for its files, which may
+# import from one another.
+ROWS = [
+    ["_errors", "_types"],
+    ["strategy", "_tree"],
+    ["mesh", "optax_meta", "_gather", "_layout"],
+    ["plan"],
+    ["_pinned", "_adapters", "resolver"],
+    ["group_sharded"],
+    ["save", "train_step"],
+    ["cli", "__init__", "__main__"],
+]
+ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
+MAX_FILE_LINES = 400
+FENCED = {"orbax": {"save"}, "argparse": {"cli"}}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room(path: pathlib.Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported_modules(tree: ast.AST):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "use absolute imports"
+            if node.module == "jfleet":
+                yield from (f"jfleet.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_come_from_lower_rows(path):
+    here = room(path)
+    assert here in ROW_OF, f"{here} has no row in tests/test_layering.py"
+    for module in imported_modules(ast.parse(path.read_text())):
+        parts = module.split(".")
+        if parts[0] == "jfleet" and len(parts) > 1 and parts[1] != here:
+            there = parts[1]
+            assert ROW_OF[there] < ROW_OF[here], f"{here} imports {there}"
+        if parts[0] in FENCED:
+            assert here in FENCED[parts[0]], f"{parts[0]} is only for {FENCED[parts[0]]}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_file_is_short(path):
+    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
+
+
+def test_strategy_needs_no_jax():
+    path = PACKAGE / "strategy.py"
+    names = {m.split(".")[0] for m in imported_modules(ast.parse(path.read_text()))}
+    assert "jax" not in names
