@@ -1,0 +1,30 @@
+"""jfleet: distributed strategies for JAX that are easy to configure.
+
+Group sharding lays a training state out as ZeRO 1, 2 or 3; meta optimizers change what
+is computed. See the README for the three-minute version.
+"""
+
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as _version
+
+from jfleet._errors import CheckpointError as CheckpointError
+from jfleet._errors import ConfigError as ConfigError
+from jfleet._errors import ConfigTypeError as ConfigTypeError
+from jfleet._errors import DistributedError as DistributedError
+from jfleet._errors import DonatedBufferError as DonatedBufferError
+from jfleet._errors import JfleetError as JfleetError
+from jfleet._errors import JfleetWarning as JfleetWarning
+from jfleet._errors import PlacementError as PlacementError
+from jfleet._gather import gather_at_use as gather_at_use
+from jfleet.group_sharded import create_sharded as create_sharded
+from jfleet.group_sharded import group_sharded_parallel as group_sharded_parallel
+from jfleet.mesh import init as init
+from jfleet.mesh import new_group as new_group
+from jfleet.mesh import shard_batch as shard_batch
+from jfleet.plan import Plan as Plan
+from jfleet.plan import plan as plan
+
+try:
+    __version__ = _version("jfleet")
+except PackageNotFoundError:  # a checkout that is not installed
+    __version__ = "0+unknown"

@@ -1,0 +1,175 @@
+"""From the arguments of the public verbs to a checked ``Policy``."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jfleet._adapters import PARAMS, Leaf, Parts, mesh_of
+from jfleet._errors import ConfigError, ConfigTypeError, PlacementError, nearest
+from jfleet._layout import Policy, canonical, check_spec, entries_of
+from jfleet._tree import Path
+from jfleet._types import LEVELS, AxisName
+from jfleet.mesh import current_mesh, shard_axes
+from jfleet.optax_meta.sharding import ShardedTransformation
+
+
+def make_policy(
+    parts: Parts,
+    level: str,
+    *,
+    mesh: Any = None,
+    axis: AxisName | None = None,
+    optimizer_axis: AxisName | None = None,
+    rules: Any = (),
+    exclude: Any = (),
+    min_shard_size: int = 0,
+    offload: bool = False,
+) -> Policy:
+    """Check the arguments of ``plan`` and resolve their defaults.
+
+    Raises:
+        ConfigError: a value that cannot work.
+        ConfigTypeError: an argument of the wrong type.
+    """
+    if level not in LEVELS:
+        hint = nearest(str(level), LEVELS)
+        raise ConfigError(f"level must be one of {LEVELS}, got {level!r}{hint}")
+    mesh = _check_mesh(mesh if mesh is not None else mesh_of(parts) or current_mesh())
+    axes = shard_axes(mesh, axis)
+    wide = axes if optimizer_axis is None else shard_axes(mesh, optimizer_axis)
+    if not set(axes) <= set(wide):
+        raise ConfigError(
+            f"optimizer_axis must contain axis {axes}, got {optimizer_axis!r}"
+        )
+    if isinstance(min_shard_size, bool) or not isinstance(
+        min_shard_size, int | np.integer
+    ):
+        raise ConfigTypeError(
+            f"min_shard_size must be an integer, got {min_shard_size!r}"
+        )
+    if min_shard_size < 0:
+        raise ConfigError(
+            f"min_shard_size must be at least 0, got {min_shard_size}; 0 splits every"
+            " array that can be split"
+        )
+    return Policy(
+        mesh=mesh,
+        level=level,
+        axes=axes,
+        optimizer_axes=axes + tuple(a for a in wide if a not in axes),
+        rules=_check_rules(rules),
+        exclude=_check_exclude(exclude),
+        min_shard_size=int(min_shard_size),
+        kept=_kept(parts, mesh, axes),
+        offload=bool(offload),
+    )
+
+
+def _check_mesh(mesh: Any) -> Any:
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ConfigTypeError(
+            "mesh must be a jax.sharding.Mesh or AbstractMesh, got"
+            f" {type(mesh).__qualname__}; jfleet.init() makes one"
+        )
+    if AxisType.Manual in mesh.axis_types or len(set(mesh.axis_types)) > 1:
+        raise ConfigError(
+            "all axes of the mesh must be Auto or all Explicit, got"
+            f" {dict(zip(mesh.axis_names, mesh.axis_types, strict=True))}"
+        )
+    return mesh
+
+
+def _check_pattern(pattern: Any, what: str) -> str:
+    if not isinstance(pattern, str):
+        raise ConfigTypeError(f"{what} must be a regular expression, got {pattern!r}")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"{what} {pattern!r} is not a regular expression: {error}"
+        ) from error
+    return pattern
+
+
+def _check_rules(rules: Any) -> tuple[tuple[str, PartitionSpec], ...]:
+    pairs = rules.items() if isinstance(rules, Mapping) else rules
+    checked = []
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ConfigTypeError(
+                f"rules must be pairs (regular expression, PartitionSpec), got {pair!r}"
+            )
+        pattern, spec = pair
+        if isinstance(spec, str):
+            spec = PartitionSpec(spec)
+        elif spec is None:
+            spec = PartitionSpec()
+        elif isinstance(spec, tuple | list):
+            spec = PartitionSpec(*spec)
+        if not isinstance(spec, PartitionSpec):
+            raise ConfigTypeError(
+                f"the spec of rule {pattern!r} must be a PartitionSpec, got {spec!r}"
+            )
+        checked.append((_check_pattern(pattern, "rule"), spec))
+    return tuple(checked)
+
+
+def _check_exclude(exclude: Any) -> tuple[str, ...]:
+    patterns: Sequence[Any] = (exclude,) if isinstance(exclude, str) else exclude
+    return tuple(_check_pattern(p, "exclude") for p in patterns)
+
+
+def _kept(
+    parts: Parts, mesh: Any, axes: Sequence[str]
+) -> tuple[tuple[Path, PartitionSpec], ...]:
+    """Specs that parameters came with, before jfleet laid any of them out."""
+    if isinstance(parts.tx, ShardedTransformation):
+        known = parts.tx.policy.kept
+        if mesh == parts.tx.policy.mesh:
+            return known
+        return tuple((p, s) for p, s in known if _axes_known(s, mesh))
+    found = []
+    for leaf in parts.of_kind(PARAMS):
+        sharding = getattr(leaf.value, "sharding", None)
+        elsewhere = isinstance(sharding, NamedSharding) and sharding.mesh != mesh
+        spec = kept_spec(leaf, mesh, drop=axes if elsewhere else ())
+        if any(spec):
+            found.append((leaf.path, spec))
+    return tuple(found)
+
+
+def _axes_known(spec: PartitionSpec, mesh: Any) -> bool:
+    return all(a in mesh.shape for e in entries_of(spec, len(spec)) for a in e)
+
+
+def kept_spec(leaf: Leaf, mesh: Any, drop: Sequence[str] = ()) -> PartitionSpec:
+    """Return the spec that a leaf came with, as far as ``mesh`` knows its axes.
+
+    The layout that the array already has counts first, then linen or nnx metadata.
+    """
+    sharding = getattr(leaf.value, "sharding", None)
+    spec = None
+    if isinstance(sharding, NamedSharding) and any(sharding.spec):
+        spec = sharding.spec
+    elif leaf.names is not None:
+        spec = PartitionSpec(*leaf.names)
+    if spec is None or len(spec) > len(leaf.shape):
+        return PartitionSpec()
+    return canonical(
+        [a for a in axes if a in mesh.shape and a not in drop]
+        for axes in entries_of(spec, len(leaf.shape))
+    )
+
+
+def fits(kept: Mapping[Path, PartitionSpec], leaf: Leaf, mesh: Any) -> bool:
+    """Whether a leaf has a kept spec that works on ``mesh``."""
+    if leaf.path not in kept:
+        return False
+    try:
+        check_spec(kept[leaf.path], leaf.shape, mesh, leaf.path, "the array itself")
+    except PlacementError:
+        return False
+    return True

@@ -1,0 +1,311 @@
+"""Group sharding: lay a training state out as ZeRO 1, 2 or 3 does.
+
+    state --take_apart--> parts --plan--> specs --place--> new state
+
+The level never changes values. The optax transformation comes back wrapped, so that
+the user's own jitted step keeps the layout; at ``p_g_os`` the forward function comes
+back wrapped as well, so that each parameter is gathered where it is used.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jfleet._adapters import (
+    OPT_STATE,
+    PARAMS,
+    Parts,
+    check_alive,
+    take_apart,
+    tied_params,
+)
+from jfleet._buffers import place
+from jfleet._errors import ConfigError, JfleetWarning, PlacementError, listing
+from jfleet._gather import rewrite
+from jfleet._layout import Policy, is_explicit, named_sharding, param_layouts
+from jfleet._match import ParamIndex
+from jfleet._policy import make_policy
+from jfleet._tree import Path, is_array, leaves_with_paths, path_str
+from jfleet._types import AxisName
+from jfleet.optax_meta.sharding import sharding, state_sharding
+from jfleet.plan import plan_parts, planned_specs
+
+
+def group_sharded_parallel(
+    state: Any,
+    level: str,
+    *,
+    mesh: Mesh | None = None,
+    axis: AxisName | None = None,
+    optimizer_axis: AxisName | None = None,
+    rules: Any = (),
+    exclude: Any = (),
+    min_shard_size: int = 0,
+    offload: bool = False,
+    tx: Any = None,
+) -> Any:
+    """Lay a training state out at a ZeRO level.
+
+    ============ ============================ ======================================
+    level        split over the axis          bytes per device (float32 Adam, P
+                                              parameters, D devices)
+    ============ ============================ ======================================
+    ``os``       optimizer state              4P + 8P/D
+    ``os_g``     and gradients                4P + 8P/D, gradients 4P/D
+    ``p_g_os``   and parameters               12P/D
+    ============ ============================ ======================================
+
+    Args:
+        state: a flax ``TrainState`` or subclass; ``(nnx.Module, nnx.Optimizer)``; a
+            pair ``(params, opt_state)`` or a mapping with those keys. Its leaves may be
+            ``jax.ShapeDtypeStruct``; the result then carries shardings only.
+        level: ``"os"``, ``"os_g"`` or ``"p_g_os"``.
+        mesh: default the mesh the state lives on, else that of ``jfleet.init``.
+        axis: mesh axis or axes to split over. Default the only axis, else the first of
+            ``shard``, ``fsdp``, ``zero``, ``data`` in the mesh.
+        optimizer_axis: axes for the optimizer state, if more than ``axis``.
+        rules: pairs (regular expression on the parameter path, PartitionSpec).
+        exclude: regular expressions; matching parameters stay whole.
+        min_shard_size: arrays with fewer elements stay whole.
+        offload: keep the optimizer state in pinned host memory between steps.
+        tx: the optax transformation of a pair or mapping. The step must use
+            ``jfleet.optax_meta.sharding(tx, jfleet.plan(...).policy)`` to keep the
+            layout.
+
+    Returns:
+        A new state of the same type. The caller's objects and buffers stay valid.
+        Calling it again with the same arguments changes nothing; with another level, it
+        lays the state out anew.
+
+    Raises:
+        ConfigError: unknown level, bad axis, rule or size.
+        ConfigTypeError: a state of an unknown type.
+        PlacementError: a rule or spec that does not fit.
+        DonatedBufferError: arrays that were donated to an earlier step.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, jfleet
+        >>> from flax.training.train_state import TrainState
+        >>> state = TrainState.create(
+        ...     apply_fn=None, params={"w": jnp.ones((16, 4))}, tx=optax.adam(1e-3))
+        >>> mesh = jfleet.init()
+        >>> state = jfleet.group_sharded_parallel(state, level="p_g_os", mesh=mesh)
+        >>> state.params["w"].sharding.spec
+        PartitionSpec('data',)
+
+    References:
+        Rajbhandari et al, `ZeRO: Memory Optimizations Toward Training Trillion
+        Parameter Models <https://arxiv.org/abs/1910.02054>`_, 2019.
+    """
+    parts = take_apart(state, tx)
+    check_alive(parts)
+    policy = make_policy(
+        parts,
+        level,
+        mesh=mesh,
+        axis=axis,
+        optimizer_axis=optimizer_axis,
+        rules=rules,
+        exclude=exclude,
+        min_shard_size=min_shard_size,
+        offload=offload,
+    )
+    _refuse_abstract(policy)
+    _warn_tied(parts)
+    shardings = _shardings(parts, policy)
+    values = _place([leaf.value for leaf in parts.leaves], shardings)
+    _check_placed(parts, values, shardings)
+    return _rebuild(parts, values, policy)
+
+
+def create_sharded(
+    init_fn: Callable[..., Any], *args: Any, level: str, tx: Any = None, **options: Any
+) -> Any:
+    """Create a state that is born sharded: no device ever holds all of it.
+
+    Args:
+        init_fn: returns a state that ``group_sharded_parallel`` takes; it is traced.
+        *args: arguments of ``init_fn``, arrays such as a random key.
+        level: as in ``group_sharded_parallel``.
+        tx: as in ``group_sharded_parallel``.
+        **options: ``mesh``, ``axis``, ``rules`` and so on, likewise.
+
+    Returns:
+        The state, with the values of ``init_fn(*args)``.
+
+    Example:
+        >>> import jax, optax, jfleet
+        >>> from flax.training.train_state import TrainState
+        >>> def init(key):
+        ...     params = {"w": jax.random.normal(key, (16, 4))}
+        ...     return TrainState.create(
+        ...         apply_fn=None, params=params, tx=optax.adam(1e-3))
+        >>> state = jfleet.create_sharded(
+        ...     init, jax.random.key(0), level="os", mesh=jfleet.init())
+        >>> state.opt_state[0].mu["w"].sharding.spec
+        PartitionSpec('data',)
+    """
+    seen: list[Parts] = []
+
+    def leaves_of(*args: Any) -> list[Any]:
+        parts = take_apart(init_fn(*args), tx)
+        seen.append(parts)
+        return _distinct([_as_array(leaf.value) for leaf in parts.leaves])
+
+    shapes = jax.eval_shape(leaves_of, *args)
+    parts = _with_values(seen[-1], shapes)
+    policy = make_policy(parts, level, **options)
+    _refuse_abstract(policy)
+    shardings = _shardings(parts, policy)
+    on_device = [s.with_memory_kind(None) for s in shardings]
+    values = jax.jit(leaves_of, out_shardings=on_device)(*args)
+    if policy.offload:
+        values = jax.device_put(values, shardings)
+    _check_placed(parts, values, shardings)
+    return _rebuild(parts, values, policy)
+
+
+def _distinct(values: Sequence[Any]) -> list[Any]:
+    """Copy, inside a trace, what stands in a list more than once."""
+    seen: set[int] = set()
+    out = []
+    for value in values:
+        out.append(jnp.copy(value) if id(value) in seen else value)
+        seen.add(id(value))
+    return out
+
+
+def _with_values(parts: Parts, values: Sequence[Any]) -> Parts:
+    leaves = [
+        dataclasses.replace(leaf, value=value)
+        for leaf, value in zip(parts.leaves, values, strict=True)
+    ]
+    return dataclasses.replace(parts, leaves=tuple(leaves))
+
+
+def _refuse_abstract(policy: Policy) -> None:
+    if isinstance(policy.mesh, AbstractMesh):
+        raise ConfigError(
+            f"mesh {dict(policy.mesh.shape)} is abstract: it can be planned with"
+            " (jfleet.plan) but holds no arrays; pass a jax.sharding.Mesh"
+        )
+
+
+def _warn_tied(parts: Parts) -> None:
+    for group in tied_params(parts):
+        warnings.warn(
+            f"parameters {listing(group)} hold one and the same array. Each gets a copy"
+            " of its own and its own gradient, so they drift apart in training; if they"
+            " are one weight, keep it under one path and use it twice in the model",
+            JfleetWarning,
+            stacklevel=3,
+        )
+
+
+def _shardings(parts: Parts, policy: Policy) -> list[NamedSharding]:
+    specs = planned_specs(plan_parts(parts, policy), parts)
+    return [
+        state_sharding(policy, spec, leaf)
+        if leaf.kind == OPT_STATE
+        else named_sharding(policy.mesh, spec, len(leaf.shape))
+        for spec, leaf in zip(specs, parts.leaves, strict=True)
+    ]
+
+
+def _place(values: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    """Put every value on its sharding; abstract ones only learn it."""
+    abstract = [isinstance(value, jax.ShapeDtypeStruct) for value in values]
+    placed = iter(
+        place(
+            [_as_array(v) for v, a in zip(values, abstract, strict=True) if not a],
+            [s for s, a in zip(shardings, abstract, strict=True) if not a],
+        )
+    )
+    return [
+        jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=s) if a else next(placed)
+        for v, s, a in zip(values, shardings, abstract, strict=True)
+    ]
+
+
+def _as_array(value: Any) -> Any:
+    """Python numbers become arrays of JAX's type for them, not weakly typed."""
+    if is_array(value):
+        return value
+    array = np.asarray(value)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+
+
+def _check_placed(
+    parts: Parts, values: Sequence[Any], shardings: Sequence[NamedSharding]
+) -> None:
+    for leaf, value, where in zip(parts.leaves, values, shardings, strict=True):
+        actual = value.sharding
+        if isinstance(value, jax.core.Tracer) or actual == where:
+            continue
+        if not actual.is_equivalent_to(where, len(leaf.shape)):
+            raise PlacementError(
+                f"{leaf.kind} {path_str(leaf.path)!r} of shape {leaf.shape} was"
+                f" planned as {where} but JAX laid it out as {actual}; please report"
+                " this with the mesh and the state's shapes"
+            )
+
+
+def _rebuild(parts: Parts, values: Sequence[Any], policy: Policy) -> Any:
+    tx = None if parts.tx is None else sharding(parts.tx, policy)
+    return parts.rebuild(values, tx, sharded_apply(parts.apply_fn, parts, policy))
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedApply:
+    """A forward function that gathers each sharded parameter where it is used."""
+
+    fn: Any
+    policy: Policy
+    params: tuple[tuple[Path, tuple[int, ...]], ...]
+
+    @property
+    def __wrapped__(self) -> Any:
+        """The function as the user wrote it."""
+        return self.fn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward function with its parameters gathered at use."""
+        run = rewrite(
+            self.fn,
+            self.specs_for,
+            self.policy.mesh,
+            self.policy.optimizer_axes,
+            mode="gather" if self.policy.splits_params else "cotangent",
+        )
+        return run(*args, **kwargs)
+
+    def specs_for(self, args: Any, kwargs: Any) -> list[PartitionSpec | None]:
+        """Return the spec of every leaf of the arguments that is a parameter."""
+        leaves = [(p, jax.ShapeDtypeStruct(s, np.float32)) for p, s in self.params]
+        index = ParamIndex(param_layouts(leaves, self.policy))
+        found: list[PartitionSpec | None] = []
+        for path, leaf in leaves_with_paths((args, kwargs)):
+            layout = index.find(path)
+            if layout is None or tuple(np.shape(leaf)) != layout.shape:
+                found.append(None)
+            else:
+                by_level = layout.param if self.policy.splits_params else layout.grad
+                found.append(by_level.spec)
+        return found
+
+
+def sharded_apply(fn: Any, parts: Parts, policy: Policy) -> Any:
+    """Wrap a forward function as the level asks; unwrap it first if need be."""
+    fn = fn.fn if isinstance(fn, ShardedApply) else fn
+    if fn is None or not policy.splits_grads:
+        return fn
+    if is_explicit(policy.mesh) and not policy.splits_params:
+        return fn  # there a gradient lies like its parameter, by type
+    params = tuple((p.path, p.shape) for p in parts.of_kind(PARAMS))
+    return ShardedApply(fn, policy, params)

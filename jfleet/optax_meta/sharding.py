@@ -1,0 +1,224 @@
+"""sharding: keep an optimizer's state, gradients and updates where the plan says.
+
+The values are those of the inner optimizer; only the layout changes. The constraints
+ride inside ``update``, so a plain ``jax.jit`` around the user's step keeps the layout
+without ``out_shardings``: state stays split, and what ``apply_updates`` adds to the
+parameters already lies like the parameters.
+
+    g   -> spec of gradients      (levels os_g, p_g_os)
+    s   -> spec of optimizer state
+    u, s' = inner.update(g, s, p)
+    s'  -> spec of optimizer state
+    u   -> spec of parameters
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jfleet._layout import (
+    Policy,
+    constrain,
+    is_explicit,
+    named_sharding,
+    param_layouts,
+)
+from jfleet._match import ParamIndex, optimizer_decisions
+from jfleet._tree import is_array, leaves_with_paths
+
+
+class Layouts:
+    """The specs of one optimizer's trees, derived from the shapes of the parameters."""
+
+    def __init__(self, params: Any, policy: Policy):
+        self.policy = policy
+        self._index = ParamIndex(param_layouts(leaves_with_paths(params), policy))
+
+    def opt_state(self, state: Any) -> Any:
+        """Spec tree of an optimizer state."""
+        decisions = optimizer_decisions(
+            leaves_with_paths(state), self._index, self.policy
+        )
+        return _unflatten(state, [d.spec for d in decisions])
+
+    def grads(self, tree: Any) -> Any:
+        """Spec tree of gradients; None for what is not shaped like a parameter."""
+        return self._like_params(tree, "grad")
+
+    def updates(self, tree: Any) -> Any:
+        """Spec tree of updates, which lie like the parameters."""
+        return self._like_params(tree, "param")
+
+    def _like_params(self, tree: Any, which: str) -> Any:
+        specs = []
+        for path, leaf in leaves_with_paths(tree):
+            layout = self._index.find(path)
+            known = layout is not None and tuple(leaf.shape) == layout.shape
+            specs.append(getattr(layout, which).spec if known else None)
+        return _unflatten(tree, specs)
+
+
+def _unflatten(like: Any, leaves: Sequence[Any]) -> Any:
+    """A tree like ``like``, whose leaves may be None."""
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Init:
+    """``init`` whose state is born on its specs."""
+
+    inner: Any
+    policy: Policy
+
+    def __call__(self, params: Any) -> Any:
+        shapes = jax.eval_shape(self.inner.init, params)
+        specs = Layouts(params, self.policy).opt_state(shapes)
+        born = jax.tree.map(partial(_sharding, self.policy.mesh), shapes, specs)
+        state = jax.jit(self.inner.init, out_shardings=born)(params)
+        return _to_rest(state, specs, self.policy)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    """``update`` that pins what goes in and what comes out."""
+
+    inner: Any
+    policy: Policy
+
+    def __call__(
+        self, updates: Any, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        policy = self.policy
+        layouts = Layouts(updates if params is None else params, policy)
+        specs = layouts.opt_state(state)
+        state = _to_device(state, specs, policy)
+        if policy.splits_grads:
+            updates = constrain(updates, layouts.grads(updates), policy.mesh)
+        run = self._explicit if is_explicit(policy.mesh) else self._auto
+        updates, state = run(layouts, updates, state, params, extra)
+        return updates, _to_rest(state, layouts.opt_state(state), policy)
+
+    def _inner(self, updates: Any, state: Any, params: Any, extra: dict) -> Any:
+        update = optax.with_extra_args_support(self.inner).update
+        return update(updates, state, params, **extra)
+
+    def _auto(self, layouts, updates, state, params, extra) -> tuple[Any, Any]:
+        mesh = self.policy.mesh
+        state = constrain(state, layouts.opt_state(state), mesh)
+        updates, state = self._inner(updates, state, params, extra)
+        state = constrain(state, layouts.opt_state(state), mesh)
+        return constrain(updates, layouts.updates(updates), mesh), state
+
+    def _explicit(self, layouts, updates, state, params, extra) -> tuple[Any, Any]:
+        """Explicit axes: the inner optimizer was not written for typed shardings.
+
+        It runs with Auto axes; its results get their types back at the border.
+        """
+        mesh = self.policy.mesh
+        arrays, static = partition_arrays(extra)
+
+        def inner(updates, state, params, arrays):
+            return self._inner(updates, state, params, {**arrays, **static})
+
+        shapes = jax.eval_shape(inner, updates, state, params, arrays)
+        specs = (layouts.updates(shapes[0]), layouts.opt_state(shapes[1]))
+        out = jax.tree.map(partial(_sharding, mesh), shapes, specs)
+        run = jax.sharding.auto_axes(inner, axes=mesh.axis_names, out_sharding=out)
+        return run(updates, state, params, arrays)
+
+
+def partition_arrays(extra: dict[str, Any]) -> tuple[dict, dict]:
+    """Split extra arguments into those that are trees of arrays and the others."""
+    arrays = {k: v for k, v in extra.items() if all(map(is_array, jax.tree.leaves(v)))}
+    return arrays, {k: v for k, v in extra.items() if k not in arrays}
+
+
+def _sharding(mesh: Any, leaf: Any, spec: PartitionSpec | None) -> NamedSharding:
+    return named_sharding(mesh, spec or PartitionSpec(), len(leaf.shape))
+
+
+def state_sharding(policy: Policy, spec: PartitionSpec, leaf: Any) -> NamedSharding:
+    """Where an optimizer-state leaf rests: on the devices, or offloaded.
+
+    Scalars stay on the devices: they cost nothing and every step reads them.
+    """
+    host = "pinned_host" if policy.offload and leaf.shape else None
+    return named_sharding(policy.mesh, spec, len(leaf.shape), host)
+
+
+def _to_rest(state: Any, specs: Any, policy: Policy) -> Any:
+    """Move the state to host memory where it is offloaded."""
+    if not policy.offload:
+        return state
+    return jax.tree.map(
+        lambda x, spec: jax.device_put(x, state_sharding(policy, spec, x)),
+        state,
+        specs,
+    )
+
+
+def _to_device(state: Any, specs: Any, policy: Policy) -> Any:
+    """Bring an offloaded state to the devices."""
+    if not policy.offload:
+        return state
+    return jax.tree.map(
+        lambda x, spec: jax.device_put(
+            x, named_sharding(policy.mesh, spec, x.ndim, "device")
+        ),
+        state,
+        specs,
+    )
+
+
+class ShardedTransformation(optax.GradientTransformationExtraArgs):
+    """An optax transformation that knows its inner one and its policy.
+
+    Compares equal to another with an equal inner transformation and policy, so that a
+    jitted step that closes over it, or carries it as static data, is not compiled
+    again. Attributes of the inner transformation stay reachable.
+    """
+
+    __slots__ = ()
+
+    @property
+    def inner(self) -> Any:
+        """The transformation that was wrapped."""
+        return self.init.inner
+
+    @property
+    def policy(self) -> Policy:
+        """Where things live."""
+        return self.init.policy
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.init.inner, name)
+
+
+def sharding(inner: Any, policy: Policy) -> ShardedTransformation:
+    """Wrap an optax transformation so that it keeps the layout of ``policy``.
+
+    Args:
+        inner: any optax transformation; one that is wrapped already is unwrapped first.
+        policy: from ``jfleet.plan(...).policy``.
+
+    Returns:
+        A transformation with the same values, whose ``init`` is born sharded.
+
+    References:
+        Rajbhandari et al, `ZeRO: Memory Optimizations Toward Training Trillion
+        Parameter Models <https://arxiv.org/abs/1910.02054>`_, 2019.
+    """
+    inner = unwrapped(inner)
+    return ShardedTransformation(_Init(inner, policy), _Update(inner, policy))
+
+
+def unwrapped(tx: Any) -> Any:
+    """Return the transformation inside a sharded one, else ``tx`` itself."""
+    return tx.inner if isinstance(tx, ShardedTransformation) else tx
