@@ -4,6 +4,7 @@ Group sharding lays a training state out as ZeRO 1, 2 or 3; meta optimizers chan
 is computed. See the README for the three-minute version.
 """
 
+import importlib
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as _version
 
@@ -16,15 +17,42 @@ from jfleet._errors import JfleetError as JfleetError
 from jfleet._errors import JfleetWarning as JfleetWarning
 from jfleet._errors import PlacementError as PlacementError
 from jfleet._gather import gather_at_use as gather_at_use
+from jfleet.distributed import DistributedOptimizer as DistributedOptimizer
+from jfleet.distributed import distributed_optimizer as distributed_optimizer
 from jfleet.group_sharded import create_sharded as create_sharded
 from jfleet.group_sharded import group_sharded_parallel as group_sharded_parallel
 from jfleet.mesh import init as init
 from jfleet.mesh import new_group as new_group
 from jfleet.mesh import shard_batch as shard_batch
+from jfleet.optimizer import optimizer as optimizer
 from jfleet.plan import Plan as Plan
 from jfleet.plan import plan as plan
+from jfleet.resolver import Registry as Registry
+from jfleet.resolver import Resolution as Resolution
+from jfleet.resolver import Rule as Rule
+from jfleet.resolver import build as build
+from jfleet.resolver import default_registry as default_registry
+from jfleet.resolver import resolve as resolve
+from jfleet.strategy import DistributedStrategy as DistributedStrategy
 
 try:
     __version__ = _version("jfleet")
 except PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+unknown"
+
+# Importing Orbax takes longer than importing the rest; it waits for the first use.
+_LAZY = {
+    "SaveHandle": "jfleet.save",
+    "load_group_sharded_model": "jfleet.save",
+    "save_group_sharded_model": "jfleet.save",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'jfleet' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
