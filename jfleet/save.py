@@ -1,9 +1,10 @@
 """Save a training state and load it on any mesh, level, or number of processes.
 
 A checkpoint holds logically global arrays, each under the name of its path, and a
-manifest (see ``jfleet/_checkpoint/manifest.py`` for the layout on disk). Nothing in it depends on
-the devices it was saved from: ``load_group_sharded_model`` puts every leaf where the
-corresponding leaf of the given state lives. Loading runs no code from a checkpoint.
+manifest (``jfleet/_checkpoint/manifest.py`` has the layout on disk). Nothing in it
+depends on the devices it was saved from: ``load_group_sharded_model`` puts every leaf
+where the corresponding leaf of the given state lives. Loading runs no code from a
+checkpoint.
 """
 
 import atexit

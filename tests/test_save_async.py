@@ -81,15 +81,15 @@ def test_b84_large_arrays_and_host_arrays(tmp_path):
 def slow_writer(monkeypatch):
     """Hold the background write until the test lets it go on."""
     gate = threading.Event()
-    from jfleet import _commit
+    from jfleet._checkpoint import commit
 
-    real = _commit.digest
+    real = commit.digest
 
     def digest(*args):
         assert gate.wait(60)
         return real(*args)
 
-    monkeypatch.setattr(_commit, "digest", digest)
+    monkeypatch.setattr(commit, "digest", digest)
     yield gate
     gate.set()
 
@@ -189,7 +189,8 @@ SETUP = f"""
     import jax
     jax.config.update("jax_platforms", "cpu")
     import jax.numpy as jnp
-    from jfleet import _commit, save
+    from jfleet import save
+    from jfleet._checkpoint import commit
     state = {{"x": jnp.arange(1 << 18), "y": jnp.ones(5)}}
 """
 
@@ -227,7 +228,7 @@ def test_b68_an_error_is_shown_at_exit(tmp_path):
         + """
     def fail(*args):
         raise OSError("no more space")
-    _commit.write_manifest = fail
+    commit.write_manifest = fail
     save.save_group_sharded_model(state, sys.argv[1], wait=False)
     """
     )

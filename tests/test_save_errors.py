@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jfleet import _manifest, _orbax_io
+from jfleet._checkpoint import manifest, orbax_io
 from jfleet._errors import (
     CheckpointError,
     ConfigTypeError,
@@ -456,7 +456,7 @@ def test_a_disk_that_cannot_be_written(tmp_path, monkeypatch):
 
     state = {"x": jnp.ones(2)}
     save_group_sharded_model(state, tmp_path / "ckpt")
-    monkeypatch.setattr(_manifest.os, "fsync", full)
+    monkeypatch.setattr(manifest.os, "fsync", full)
     with pytest.raises(CheckpointError, match="No space left"):
         save_group_sharded_model({"x": jnp.zeros(2)}, tmp_path / "ckpt", overwrite=True)
     loaded = load_group_sharded_model(tmp_path / "ckpt", {"x": jnp.zeros(2)})
