@@ -1,0 +1,273 @@
+"""The optimizer of a strategy: an optax transformation that can say what it does.
+
+``distributed_optimizer`` resolves a strategy once. The result goes wherever an optax
+transformation goes. What a strategy does to the *loss* (recompute, the casts of amp)
+is applied by ``wrap_loss``; what needs the gradient of every replica works only where
+these exist, and ``update`` refuses elsewhere.
+
+Note [axes in scope]: ``update`` looks whether the mesh axes are named axes of the
+computation that is being traced (``shard_map``, ``vmap``). If they are, gradients are
+those of one replica and it reduces them itself. If not, as under plain ``jax.jit``,
+autodiff has already given the mean over all replicas.
+
+Note [for a step builder]: ``resolution.local_axes`` are the axes that must be manual
+(``shard_map``, with ``check_vma=False``); inside, ``transformation(axis_name=...)``
+does everything from the accumulation of gradients to the averaging of parameters, and
+its state is each replica's own. ``wrap_loss`` and ``loss_scale`` belong to the loss;
+``jfleet._placement.placement_policy`` says where things live, given the parameters.
+``gradient_merge_configs["sync"]`` may still be ``"auto"``: ``transformation`` takes it
+as ``"last"`` where axes are in scope. adaptive_localsgd needs ``value=loss``.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from jfleet import mesh as meshes
+from jfleet._checks import SettingTypeError
+from jfleet._errors import ConfigError
+from jfleet._placement import needs_mesh, placed
+from jfleet._resolution import Resolution
+from jfleet._rules import Axes
+from jfleet._types import AxisName
+from jfleet.optax_meta import loss_scale
+from jfleet.optax_meta.sharding import ShardedTransformation
+from jfleet.resolver import build, resolve
+from jfleet.strategy import DistributedStrategy
+
+
+@dataclasses.dataclass(frozen=True)
+class _Init:
+    """What the optimizer was made from; also its ``init``."""
+
+    base: Any
+    resolution: Resolution
+    mesh: Any
+
+    def __call__(self, params: Any) -> Any:
+        return build(self.resolution, self.base).init(params)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    """``update`` for whatever is being traced; see Note [axes in scope]."""
+
+    made: _Init
+
+    def __call__(
+        self,
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        loss_scale: Any = None,
+        **extra: Any,
+    ) -> tuple[Any, Any]:
+        resolution = self.made.resolution
+        scope = axes_in_scope(resolution)
+        _check_replica_gradients(resolution, scope)
+        updates = _with_current_scale(updates, state, loss_scale, resolution)
+        tx = build(resolution, self.made.base, axis_name=scope or None)
+        return tx.update(updates, state, params, **extra)
+
+
+class DistributedOptimizer(optax.GradientTransformationExtraArgs):
+    """An optax transformation with the resolution it was built from.
+
+    Two made from equal arguments are equal, so a jitted step that carries one as static
+    data is not compiled again.
+    """
+
+    __slots__ = ()
+
+    @property
+    def _made(self) -> _Init:
+        made = self.init
+        assert isinstance(made, _Init)
+        return made
+
+    @property
+    def resolution(self) -> Resolution:
+        """What runs, what does not, and why."""
+        return self._made.resolution
+
+    @property
+    def base(self) -> Any:
+        """The user's optimizer."""
+        return self._made.base
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh it was resolved for, or None."""
+        return self._made.mesh
+
+    def explain(self) -> str:
+        """Say what runs, what does not, why, and with which options."""
+        return self.resolution.explain()
+
+    def transformation(
+        self, *, axis_name: AxisName | None = None, totals: bool = False
+    ) -> Any:
+        """The composed transformation for known axes in scope, without checks.
+
+        A step builder that runs it inside ``shard_map`` passes the axes; see
+        ``jfleet.build``.
+        """
+        return build(self.resolution, self.base, axis_name=axis_name, totals=totals)
+
+    def wrap_loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Apply what the strategy does to the loss: recompute, then the casts of amp.
+
+        The result is not multiplied with the loss scale; see ``loss_scale``.
+        """
+        for wrap in self.resolution.loss_wrappers(self.base):
+            loss_fn = wrap(loss_fn)
+        return loss_fn
+
+    def loss_scale(self, opt_state: Any) -> Any:
+        """The factor for the next loss; 1.0 without loss scaling.
+
+        Example:
+            >>> import jax.numpy as jnp, jfleet, optax
+            >>> strategy = jfleet.DistributedStrategy(amp=True)
+            >>> strategy.amp_configs = {"dtype": "float16"}
+            >>> opt = jfleet.distributed_optimizer(optax.sgd(0.1), strategy)
+            >>> print(opt.loss_scale(opt.init(jnp.ones(2))))
+            32768.0
+        """
+        return loss_scale(opt_state)
+
+    def __repr__(self):
+        return f"DistributedOptimizer({self.base!r}, applied={self.resolution.applied})"
+
+
+def distributed_optimizer(
+    base: Any,
+    strategy: DistributedStrategy,
+    *,
+    mesh: Any = None,
+    params: Any = None,
+) -> Any:
+    """Turn an optax optimizer into the one that a strategy asks for.
+
+    Args:
+        base: an optax transformation, or ``jfleet.optimizer(factory, ...)`` where a
+            feature must read its hyperparameters (lars, lamb, dgc, adaptive_localsgd).
+        strategy: what the user wants; it is read now and may change later.
+        mesh: a Mesh or AbstractMesh. Default the mesh of ``jfleet.init``, which is
+            called if the strategy needs a mesh and there is none.
+        params: parameters or their shapes. ``auto`` decides better with them, and
+            rules on parameter paths are checked.
+
+    Returns:
+        A DistributedOptimizer. Where the strategy shards and the mesh has devices, it
+        is wrapped (``jfleet.optax_meta.sharding``) so that state is born split and
+        stays so; its attributes stay reachable.
+
+    Raises:
+        ConfigError: a switch that the user set cannot run.
+        SettingTypeError: an argument of the wrong type.
+
+    Example:
+        >>> import jax.numpy as jnp, jfleet, optax
+        >>> strategy = jfleet.DistributedStrategy(gradient_merge=True)
+        >>> strategy.gradient_merge_configs = {"k_steps": 2}
+        >>> opt = jfleet.distributed_optimizer(optax.sgd(1.0), strategy)
+        >>> params = jnp.zeros(())
+        >>> state = opt.init(params)
+        >>> for gradient in (1.0, 3.0):
+        ...     updates, state = opt.update(jnp.asarray(gradient), state, params)
+        >>> print(updates)
+        -2.0
+    """
+    _check_arguments(base, strategy, mesh)
+    if mesh is None:
+        mesh = _default_mesh(strategy)
+    shape = None if mesh is None else dict(mesh.shape)
+    resolution = resolve(strategy, base=base, mesh_shape=shape, params=params)
+    made = _Init(base, resolution, mesh)
+    return placed(DistributedOptimizer(made, _Update(made)), params)
+
+
+def axes_in_scope(resolution: Resolution) -> Axes:
+    """The data axes that are named axes of the computation being traced."""
+    return tuple(axis for axis in resolution.data_axes if _is_bound(axis))
+
+
+def _is_bound(axis: str) -> bool:
+    try:
+        jax.lax.axis_size(axis)
+    except NameError:
+        return False
+    return True
+
+
+def _check_replica_gradients(resolution: Resolution, scope: Axes) -> None:
+    """Refuse to do without the gradients of the replicas where they are needed."""
+    missing = [
+        a
+        for a in resolution.local_axes
+        if a not in scope and resolution.mesh_shape[a] > 1
+    ]
+    if not missing:
+        return
+    names = [
+        rule.name
+        for rule in resolution.rules
+        if set(resolution.axes.get(rule.name, ())) & set(missing)
+        and rule.replica_gradients
+    ] or ["gradient_merge with sync='last'"]
+    raise ConfigError(
+        f"{' and '.join(names)} needs the gradient of every replica over "
+        f"{'+'.join(missing)} (mesh {dict(resolution.mesh_shape)}), but here the "
+        "gradient is already their mean; use opt.minimize(loss_fn), or call update "
+        "inside jax.shard_map over these axes"
+    )
+
+
+def _with_current_scale(updates, state, given, resolution: Resolution) -> Any:
+    """Make gradients carry the scale that the state will divide them by."""
+    if not resolution.scales_loss:
+        if given is not None:
+            raise ConfigError(
+                f"update got loss_scale={given!r}, but this strategy scales no loss; "
+                "drop the argument"
+            )
+        return updates
+    if given is None:
+        raise ConfigError(
+            "amp divides gradients by the loss scale, so update must know what the "
+            "loss was multiplied with; call update(grads, state, params, loss_scale="
+            "opt.loss_scale(state)) with the loss multiplied by it, or use "
+            "opt.minimize(loss_fn)"
+        )
+    ratio = loss_scale(state) / given
+    return jax.tree.map(lambda g: (g * ratio).astype(g.dtype), updates)
+
+
+def _default_mesh(strategy: DistributedStrategy) -> Mesh | None:
+    """The mesh of ``init``; it is called only if the strategy needs a mesh."""
+    if meshes._current is not None or needs_mesh(strategy):
+        return meshes.current_mesh()
+    return None
+
+
+def _check_arguments(base: Any, strategy: Any, mesh: Any) -> None:
+    if not isinstance(strategy, DistributedStrategy):
+        raise SettingTypeError(
+            f"strategy must be a DistributedStrategy, got {type(strategy).__name__}"
+        )
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise SettingTypeError(
+            f"mesh must be a Mesh or AbstractMesh, got {mesh!r}; use jfleet.init()"
+        )
+    inner = base.inner if isinstance(base, ShardedTransformation) else base
+    if isinstance(inner, DistributedOptimizer):
+        raise ConfigError(
+            "base is a DistributedOptimizer already; pass the optimizer that it was "
+            "made from (opt.base)"
+        )
