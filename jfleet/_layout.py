@@ -47,6 +47,12 @@ class Policy:
     """Specs that parameters came with, such as tensor-parallel ones."""
     offload: bool = False
     """Whether the optimizer state rests in pinned host memory."""
+    pad: bool = False
+    """Whether arrays that no dim lets split are stored padded."""
+    pads_params: bool = False
+    """Whether parameters are padded as well; the forward function must cut them."""
+    logical: tuple[tuple[Path, tuple[int, ...]], ...] = ()
+    """Shapes of the parameters without padding, once some are padded."""
 
     @property
     def splits_params(self) -> bool:
@@ -73,9 +79,19 @@ class ParamLayout:
 
     path: Path
     shape: tuple[int, ...]
+    """Shape without padding."""
     param: Decision
     grad: Decision
     optimizer: Decision
+    stored_param: tuple[int, ...]
+    """Shape in which the parameter is stored."""
+    stored_optimizer: tuple[int, ...]
+    """Shape in which its moments are stored."""
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether anything of it is stored larger than it is."""
+        return self.stored_param != self.shape or self.stored_optimizer != self.shape
 
 
 def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
@@ -262,11 +278,12 @@ def param_layouts(
     rules = [(re.compile(p), p, spec) for p, spec in policy.rules]
     exclude = [(re.compile(p), p) for p in policy.exclude]
     kept = dict(policy.kept)
+    logical = dict(policy.logical)
     used: set[str] = set()
     layouts = []
     for path, leaf in leaves:
         name = path_str(path)
-        shape = tuple(leaf.shape)
+        shape = logical.get(path, tuple(leaf.shape))
         base = kept.get(path, PartitionSpec())
         fixed = _fixed(name, path, shape, base, rules, exclude, policy, used)
         layouts.append(_param_layout(path, shape, base, fixed, policy))
@@ -311,13 +328,44 @@ def _param_layout(path, shape, base, fixed, policy) -> ParamLayout:
             )
     else:
         sharded = wide = fixed
+    stored_param = stored_optimizer = shape
+    if policy.pad and fixed is None:
+        stored_optimizer, wide = _padded(
+            shape, policy.optimizer_axes, base, wide, policy
+        )
+        if policy.pads_params and policy.splits_params:
+            stored_param, sharded = _padded(shape, policy.axes, base, sharded, policy)
     whole = without_axes(sharded.spec, drop)
     text = f"level {policy.level} keeps {{}} whole"
     if whole:
         text += f", split over {whole} as it came"
     param = sharded if policy.splits_params else Decision(whole, text.format("it"))
     grad = wide if policy.splits_grads else Decision(whole, text.format("gradients"))
-    return ParamLayout(path, shape, param, grad, wide)
+    if stored_optimizer != shape:
+        grad = Decision(whole, "padded only at rest: whole")
+    return ParamLayout(path, shape, param, grad, wide, stored_param, stored_optimizer)
+
+
+def _padded(shape, axes, base, decision, policy) -> tuple[tuple[int, ...], Decision]:
+    """Pad the largest free dim to a multiple of the devices, if nothing else splits.
+
+    Padding must not double an array: a dim shorter than the devices is left alone.
+    """
+    width = axes_size(policy.mesh, axes)
+    entries = entries_of(base, len(shape))
+    free = [d for d in range(len(shape)) if not entries[d]]
+    is_split = any(a in axes for e in entries_of(decision.spec, len(shape)) for a in e)
+    if is_split or not free or num_elements(shape) < max(policy.min_shard_size, 1):
+        return shape, decision
+    dim = max(free, key=lambda d: (shape[d], -d))
+    if width < 2 or shape[dim] < width:
+        return shape, decision
+    size = -(-shape[dim] // width) * width
+    stored = (*shape[:dim], size, *shape[dim + 1 :])
+    new = list(entries)
+    new[dim] = tuple(axes)
+    text = f"dim {dim} padded from {shape[dim]} to {size}, which {width} divides"
+    return stored, Decision(canonical(new), text)
 
 
 def named_sharding(

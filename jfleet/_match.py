@@ -23,6 +23,9 @@ class ParamIndex:
         self._by_path: dict[Path, ParamLayout] = {p.path: p for p in layouts}
         self._lengths = sorted({len(p) for p in self._by_path}, reverse=True)
 
+    def __len__(self) -> int:
+        return len(self._by_path)
+
     def find(self, path: Path) -> ParamLayout | None:
         """Return the parameter whose path is the longest suffix of ``path``."""
         for length in self._lengths:
@@ -49,7 +52,7 @@ def _optimizer_leaf(path, leaf, index: ParamIndex, policy: Policy) -> Decision:
     param = index.find(path)
     if param is not None:
         name = path_str(param.path)
-        if shape == param.shape:
+        if shape in (param.shape, param.stored_optimizer):
             return Decision(
                 param.optimizer.spec, f"as {name!r}: {param.optimizer.reason}"
             )
@@ -83,7 +86,8 @@ def extra_decisions(
     decisions = []
     for path, leaf in leaves:
         param = index.find(path)
-        if param is not None and tuple(leaf.shape) == param.shape and param.path:
+        shapes = () if param is None else (param.shape, param.stored_param)
+        if param is not None and param.path and tuple(leaf.shape) in shapes:
             text = f"copy of {path_str(param.path)!r}, lies like it"
             decisions.append(Decision(param.param.spec, text))
         elif path in kept:

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jfleet._adapters import PARAMS, Leaf, Parts, mesh_of
 from jfleet._errors import ConfigError, ConfigTypeError, PlacementError, nearest
-from jfleet._layout import Policy, canonical, check_spec, entries_of
+from jfleet._layout import Policy, canonical, check_spec, entries_of, is_explicit
 from jfleet._tree import Path
 from jfleet._types import LEVELS, AxisName
 from jfleet.mesh import current_mesh, shard_axes
@@ -27,6 +27,7 @@ def make_policy(
     exclude: Any = (),
     min_shard_size: int = 0,
     offload: bool = False,
+    pad: bool = False,
 ) -> Policy:
     """Check the arguments of ``plan`` and resolve their defaults.
 
@@ -65,7 +66,21 @@ def make_policy(
         min_shard_size=int(min_shard_size),
         kept=_kept(parts, mesh, axes),
         offload=bool(offload),
+        pad=_check_pad(pad, mesh),
+        pads_params=pad and parts.apply_fn is not None,
+        logical=tuple((p.path, p.shape) for p in parts.of_kind(PARAMS)) if pad else (),
     )
+
+
+def _check_pad(pad: Any, mesh: Any) -> bool:
+    if not isinstance(pad, bool):
+        raise ConfigTypeError(f"pad must be True or False, got {pad!r}")
+    if pad and is_explicit(mesh):
+        raise ConfigError(
+            "pad=True needs a mesh with Auto axes: on Explicit axes the shape without"
+            " padding cannot be split; build the mesh with AxisType.Auto"
+        )
+    return pad
 
 
 def _check_mesh(mesh: Any) -> Any:

@@ -28,13 +28,20 @@ from jfleet._adapters import (
 from jfleet._buffers import place
 from jfleet._errors import ConfigError, JfleetWarning, PlacementError, listing
 from jfleet._gather import rewrite
-from jfleet._layout import Policy, is_explicit, named_sharding, param_layouts
+from jfleet._layout import (
+    ParamLayout,
+    Policy,
+    is_explicit,
+    named_sharding,
+    param_layouts,
+)
 from jfleet._match import ParamIndex
+from jfleet._padding import Padding, fit
 from jfleet._policy import make_policy
 from jfleet._tree import Path, is_array, leaves_with_paths, path_str
 from jfleet._types import AxisName
 from jfleet.optax_meta.sharding import sharding, state_sharding
-from jfleet.plan import plan_parts, planned_specs
+from jfleet.plan import Row, plan_parts, planned_rows, without_padding
 
 
 def group_sharded_parallel(
@@ -48,6 +55,7 @@ def group_sharded_parallel(
     exclude: Any = (),
     min_shard_size: int = 0,
     offload: bool = False,
+    pad: bool = False,
     tx: Any = None,
 ) -> Any:
     """Lay a training state out at a ZeRO level.
@@ -74,6 +82,11 @@ def group_sharded_parallel(
         exclude: regular expressions; matching parameters stay whole.
         min_shard_size: arrays with fewer elements stay whole.
         offload: keep the optimizer state in pinned host memory between steps.
+        pad: store arrays that no dim lets split with their largest dim padded by zeros.
+            The optimizer sees the shapes without padding. At ``p_g_os`` the parameters
+            of a ``TrainState`` are padded too, and ``apply_fn`` cuts them: code that
+            reads ``state.params`` itself meets the larger shapes. Other states keep
+            such parameters whole.
         tx: the optax transformation of a pair or mapping. The step must use
             ``jfleet.optax_meta.sharding(tx, jfleet.plan(...).policy)`` to keep the
             layout.
@@ -105,6 +118,7 @@ def group_sharded_parallel(
     """
     parts = take_apart(state, tx)
     check_alive(parts)
+    parts = without_padding(parts)
     policy = make_policy(
         parts,
         level,
@@ -115,11 +129,13 @@ def group_sharded_parallel(
         exclude=exclude,
         min_shard_size=min_shard_size,
         offload=offload,
+        pad=pad,
     )
     _refuse_abstract(policy)
     _warn_tied(parts)
-    shardings = _shardings(parts, policy)
-    values = _place([leaf.value for leaf in parts.leaves], shardings)
+    rows = planned_rows(plan_parts(parts, policy), parts)
+    shardings = _shardings(rows, parts, policy)
+    values = _place(_stored([leaf.value for leaf in parts.leaves], rows), shardings)
     _check_placed(parts, values, shardings)
     return _rebuild(parts, values, policy)
 
@@ -162,9 +178,12 @@ def create_sharded(
     parts = _with_values(seen[-1], shapes)
     policy = make_policy(parts, level, **options)
     _refuse_abstract(policy)
-    shardings = _shardings(parts, policy)
+    rows = planned_rows(plan_parts(parts, policy), parts)
+    shardings = _shardings(rows, parts, policy)
     on_device = [s.with_memory_kind(None) for s in shardings]
-    values = jax.jit(leaves_of, out_shardings=on_device)(*args)
+    values = jax.jit(
+        lambda *args: _stored(leaves_of(*args), rows), out_shardings=on_device
+    )(*args)
     if policy.offload:
         values = jax.device_put(values, shardings)
     _check_placed(parts, values, shardings)
@@ -208,13 +227,22 @@ def _warn_tied(parts: Parts) -> None:
         )
 
 
-def _shardings(parts: Parts, policy: Policy) -> list[NamedSharding]:
-    specs = planned_specs(plan_parts(parts, policy), parts)
+def _shardings(
+    rows: Sequence[Row], parts: Parts, policy: Policy
+) -> list[NamedSharding]:
     return [
-        state_sharding(policy, spec, leaf)
+        state_sharding(policy, row.spec, leaf)
         if leaf.kind == OPT_STATE
-        else named_sharding(policy.mesh, spec, len(leaf.shape))
-        for spec, leaf in zip(specs, parts.leaves, strict=True)
+        else named_sharding(policy.mesh, row.spec, len(leaf.shape))
+        for row, leaf in zip(rows, parts.leaves, strict=True)
+    ]
+
+
+def _stored(values: Sequence[Any], rows: Sequence[Row]) -> list[Any]:
+    """Bring every value into the shape in which it rests."""
+    return [
+        fit(v, row.stored_shape) if row.stored_shape != row.shape else v
+        for v, row in zip(values, rows, strict=True)
     ]
 
 
@@ -276,8 +304,14 @@ class ShardedApply:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the forward function with its parameters gathered at use."""
+        padding = Padding(self._layouts)
+
+        def cut(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = padding.cut((args, kwargs), optimizer=False)
+            return self.fn(*args, **kwargs)
+
         run = rewrite(
-            self.fn,
+            self.fn if padding.is_empty else cut,
             self.specs_for,
             self.policy.mesh,
             self.policy.optimizer_axes,
@@ -285,14 +319,18 @@ class ShardedApply:
         )
         return run(*args, **kwargs)
 
+    @property
+    def _layouts(self) -> list[ParamLayout]:
+        leaves = [(p, jax.ShapeDtypeStruct(s, np.float32)) for p, s in self.params]
+        return param_layouts(leaves, self.policy)
+
     def specs_for(self, args: Any, kwargs: Any) -> list[PartitionSpec | None]:
         """Return the spec of every leaf of the arguments that is a parameter."""
-        leaves = [(p, jax.ShapeDtypeStruct(s, np.float32)) for p, s in self.params]
-        index = ParamIndex(param_layouts(leaves, self.policy))
+        index = ParamIndex(self._layouts)
         found: list[PartitionSpec | None] = []
         for path, leaf in leaves_with_paths((args, kwargs)):
             layout = index.find(path)
-            if layout is None or tuple(np.shape(leaf)) != layout.shape:
+            if layout is None or tuple(np.shape(leaf)) != layout.stored_param:
                 found.append(None)
             else:
                 by_level = layout.param if self.policy.splits_params else layout.grad

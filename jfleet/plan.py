@@ -16,10 +16,12 @@ from jfleet._adapters import EXTRA, OPT_STATE, PARAMS, Leaf, Parts, take_apart
 from jfleet._errors import ConfigError
 from jfleet._layout import Decision, Policy, axes_size, entries_of, param_layouts
 from jfleet._match import ParamIndex, extra_decisions, optimizer_decisions
+from jfleet._padding import Padding, fit
 from jfleet._plan_text import diff, table
 from jfleet._policy import fits, kept_spec, make_policy
 from jfleet._tree import dtype_bytes, num_elements, path_str
 from jfleet._types import AxisName
+from jfleet.optax_meta.sharding import ShardedTransformation
 
 GRADS = "grads"
 KINDS = (PARAMS, GRADS, OPT_STATE, EXTRA)
@@ -46,6 +48,8 @@ class Row:
     """Bytes on each device."""
     reason: str
     """Why it is laid out so."""
+    stored_shape: tuple[int, ...]
+    """Shape at rest: ``shape``, or larger where ``pad`` asked for it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,6 +135,7 @@ def plan(
     exclude: Sequence[str] = (),
     min_shard_size: int = 0,
     offload: bool = False,
+    pad: bool = False,
     tx: Any = None,
 ) -> Plan:
     """Decide where every array of a state lives, without moving anything.
@@ -151,6 +156,7 @@ def plan(
         min_shard_size: arrays with fewer elements stay whole. 100_000 is a good value
             at ``p_g_os`` on many devices, where tiny gathers cost more than they save.
         offload: keep the optimizer state in pinned host memory.
+        pad: store arrays that no dim lets split with their largest dim padded.
         tx: the optax transformation, where the state does not carry it; a state
             without optimizer state is planned with ``tx.init``.
 
@@ -169,7 +175,7 @@ def plan(
         >>> p.device_bytes("params"), p.device_bytes("opt_state")
         (524288, 131076)
     """
-    parts = take_apart(_with_opt_state(state, tx), tx)
+    parts = without_padding(take_apart(_with_opt_state(state, tx), tx))
     return plan_parts(
         parts,
         make_policy(
@@ -182,6 +188,7 @@ def plan(
             exclude=exclude,
             min_shard_size=min_shard_size,
             offload=offload,
+            pad=pad,
         ),
     )
 
@@ -203,21 +210,28 @@ def plan_parts(parts: Parts, policy: Policy) -> Plan:
     kept = {leaf.path: kept_spec(leaf, policy.mesh) for leaf in extra}
     kept = {k: s for k, s in kept.items() if any(s)}
     kept = {e.path: kept[e.path] for e in extra if fits(kept, e, policy.mesh)}
+    stored_params = {x.path: x.stored_param for x in layouts}
+    padding = Padding(layouts)
+
+    def stored(leaf: Leaf) -> tuple[int, ...]:
+        if leaf.kind == PARAMS:
+            return stored_params[leaf.path]
+        shapes = padding.shapes(leaf.path, optimizer=leaf.kind == OPT_STATE)
+        return shapes[1] if shapes and leaf.shape == shapes[0] else leaf.shape
+
+    decided = {
+        PARAMS: [x.param for x in layouts],
+        GRADS: [x.grad for x in layouts],
+        OPT_STATE: optimizer_decisions([(x.path, x) for x in optimizer], index, policy),
+        EXTRA: extra_decisions([(x.path, x) for x in extra], index, kept),
+    }
+    leaves = {PARAMS: params, GRADS: params, OPT_STATE: optimizer, EXTRA: extra}
+    shapes = {kind: [stored(x) for x in leaves[kind]] for kind in KINDS}
+    shapes[GRADS] = [x.shape for x in params]
     rows = [
-        *_rows(PARAMS, params, [x.param for x in layouts], policy),
-        *_rows(GRADS, params, [x.grad for x in layouts], policy),
-        *_rows(
-            OPT_STATE,
-            optimizer,
-            optimizer_decisions([(x.path, x) for x in optimizer], index, policy),
-            policy,
-        ),
-        *_rows(
-            EXTRA,
-            extra,
-            extra_decisions([(x.path, x) for x in extra], index, kept),
-            policy,
-        ),
+        row
+        for kind in KINDS
+        for row in _rows(kind, leaves[kind], decided[kind], shapes[kind], policy)
     ]
     return Plan(
         level=policy.level,
@@ -229,19 +243,23 @@ def plan_parts(parts: Parts, policy: Policy) -> Plan:
 
 
 def _rows(
-    kind: str, leaves: Sequence[Leaf], decisions: Sequence[Decision], policy: Policy
+    kind: str,
+    leaves: Sequence[Leaf],
+    decisions: Sequence[Decision],
+    stored: Sequence[tuple[int, ...]],
+    policy: Policy,
 ) -> list[Row]:
     rows = []
     sizes: dict[Any, int] = {}
     shards: dict[PartitionSpec, int] = {}
-    for leaf, decision in zip(leaves, decisions, strict=True):
+    for leaf, decision, at_rest in zip(leaves, decisions, stored, strict=True):
         dtype, spec, shape = leaf.dtype, decision.spec, leaf.shape
         if dtype not in sizes:
             sizes[dtype] = dtype_bytes(dtype)
         if spec not in shards:
             axes = [a for e in entries_of(spec, len(spec)) for a in e]
             shards[spec] = axes_size(policy.mesh, axes)
-        total = num_elements(shape) * sizes[dtype]
+        size = sizes[dtype]
         rows.append(
             Row(
                 kind,
@@ -249,18 +267,36 @@ def _rows(
                 shape,
                 str(dtype),
                 spec,
-                total,
-                total // shards[spec],
+                num_elements(shape) * size,
+                num_elements(at_rest) * size // shards[spec],
                 decision.reason,
+                at_rest,
             )
         )
     return rows
 
 
-def planned_specs(planned: Plan, parts: Parts) -> list[PartitionSpec]:
-    """Return the planned spec of every leaf, in the order of ``parts.leaves``."""
+def planned_rows(planned: Plan, parts: Parts) -> list[Row]:
+    """Return the planned row of every leaf, in the order of ``parts.leaves``."""
     queues = {kind: iter(planned.of_kind(kind)) for kind in (PARAMS, OPT_STATE, EXTRA)}
-    return [next(queues[leaf.kind]).spec for leaf in parts.leaves]
+    return [next(queues[leaf.kind]) for leaf in parts.leaves]
+
+
+def without_padding(parts: Parts) -> Parts:
+    """Cut the leaves of a state that rests padded to their logical shapes."""
+    if not isinstance(parts.tx, ShardedTransformation) or not parts.tx.policy.pad:
+        return parts
+    layouts = param_layouts(
+        [(p.path, p) for p in parts.of_kind(PARAMS)], parts.tx.policy
+    )
+    padding = Padding(layouts)
+    leaves = []
+    for leaf in parts.leaves:
+        shapes = padding.shapes(leaf.path, optimizer=leaf.kind == OPT_STATE)
+        if shapes is not None and leaf.shape == shapes[1]:
+            leaf = dataclasses.replace(leaf, value=fit(leaf.value, shapes[0]))
+        leaves.append(leaf)
+    return dataclasses.replace(parts, leaves=tuple(leaves))
 
 
 def _row_to_json(row: Row) -> list[Any]:
@@ -274,11 +310,12 @@ def _row_to_json(row: Row) -> list[Any]:
         row.total_bytes,
         row.device_bytes,
         row.reason,
+        list(row.stored_shape),
     ]
 
 
 def _row_from_json(row: list[Any]) -> Row:
-    kind, path, shape, dtype, spec, total, device, reason = row
+    kind, path, shape, dtype, spec, total, device, reason, stored = row
     entries = [e[0] if len(e) == 1 else (tuple(e) or None) for e in spec]
     if kind not in KINDS or not all(isinstance(t, int) for t in (total, device)):
         raise ValueError(f"not a row: {row!r}")
@@ -291,6 +328,7 @@ def _row_from_json(row: list[Any]) -> Row:
         total,
         device,
         reason,
+        tuple(stored),
     )
 
 

@@ -40,6 +40,7 @@ from jfleet._errors import (
     JfleetWarning,
     listing,
 )
+from jfleet._logical import logical_state, stored_like
 from jfleet._tree import path_str
 
 # Python 3.12.0 and 3.12.1 start no threads once the main thread has ended, not even for
@@ -166,6 +167,8 @@ def save_group_sharded_model(
     with _Agreement() as agreement:
         leaves, _ = flatten(state)
         check_alive(leaves)
+        state = logical_state(state)
+        leaves, _ = flatten(state)
         agreement.number = next_generation(folder, overwrite)
     handle = _start(state, leaves, folder, f"arrays.{agreement.number}")
     if not wait:
@@ -207,7 +210,7 @@ def load_group_sharded_model(
     folder = folder_of(output)
     with _Agreement():
         manifest = read_manifest(folder)
-        leaves, rebuild = flatten(state)
+        leaves, rebuild = flatten(logical_state(state))
         matches, differences = match(manifest, leaves, strict=strict)
         if differences and strict:
             raise mismatch(folder, differences)
@@ -230,7 +233,8 @@ def load_group_sharded_model(
             JfleetWarning,
             stacklevel=2,
         )
-    return rebuild([values.get(leaf.name, leaf.value) for leaf in leaves])
+    loaded = rebuild([values.get(leaf.name, leaf.value) for leaf in leaves])
+    return stored_like(loaded, state)
 
 
 def _check_kept(folder: epath.Path, kept: Sequence[Leaf]) -> None:

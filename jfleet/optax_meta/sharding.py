@@ -29,6 +29,7 @@ from jfleet._layout import (
     param_layouts,
 )
 from jfleet._match import ParamIndex, optimizer_decisions
+from jfleet._padding import Padding
 from jfleet._tree import is_array, leaves_with_paths
 
 
@@ -37,14 +38,25 @@ class Layouts:
 
     def __init__(self, params: Any, policy: Policy):
         self.policy = policy
-        self._index = ParamIndex(param_layouts(leaves_with_paths(params), policy))
+        layouts = param_layouts(leaves_with_paths(params), policy)
+        self._index = ParamIndex(layouts)
+        self.padding = Padding(layouts)
 
-    def opt_state(self, state: Any) -> Any:
-        """Spec tree of an optimizer state."""
-        decisions = optimizer_decisions(
-            leaves_with_paths(state), self._index, self.policy
-        )
-        return _unflatten(state, [d.spec for d in decisions])
+    def opt_state(self, state: Any, *, stored: bool = True) -> Any:
+        """Spec tree of an optimizer state, in its stored or its logical shapes.
+
+        What is padded at rest has no spec in its logical shape: None.
+        """
+        leaves = leaves_with_paths(state)
+        specs: list[PartitionSpec | None] = [
+            d.spec for d in optimizer_decisions(leaves, self._index, self.policy)
+        ]
+        if not stored and not self.padding.is_empty:
+            for i, (path, leaf) in enumerate(leaves):
+                shapes = self.padding.shapes(path, optimizer=True)
+                if shapes is not None and tuple(leaf.shape) == shapes[0]:
+                    specs[i] = None
+        return _unflatten(state, specs)
 
     def grads(self, tree: Any) -> Any:
         """Spec tree of gradients; None for what is not shaped like a parameter."""
@@ -58,7 +70,10 @@ class Layouts:
         specs = []
         for path, leaf in leaves_with_paths(tree):
             layout = self._index.find(path)
-            known = layout is not None and tuple(leaf.shape) == layout.shape
+            shape = layout and (
+                layout.stored_param if which == "param" else layout.shape
+            )
+            known = layout is not None and tuple(leaf.shape) == shape
             specs.append(getattr(layout, which).spec if known else None)
         return _unflatten(tree, specs)
 
@@ -76,10 +91,16 @@ class _Init:
     policy: Policy
 
     def __call__(self, params: Any) -> Any:
-        shapes = jax.eval_shape(self.inner.init, params)
-        specs = Layouts(params, self.policy).opt_state(shapes)
+        layouts = Layouts(params, self.policy)
+
+        def init(params: Any) -> Any:
+            params = layouts.padding.cut(params, optimizer=False)
+            return layouts.padding.stored(self.inner.init(params), optimizer=True)
+
+        shapes = jax.eval_shape(init, params)
+        specs = layouts.opt_state(shapes)
         born = jax.tree.map(partial(_sharding, self.policy.mesh), shapes, specs)
-        state = jax.jit(self.inner.init, out_shardings=born)(params)
+        state = jax.jit(init, out_shardings=born)(params)
         return _to_rest(state, specs, self.policy)
 
 
@@ -97,6 +118,8 @@ class _Update:
         layouts = Layouts(updates if params is None else params, policy)
         specs = layouts.opt_state(state)
         state = _to_device(state, specs, policy)
+        cut = layouts.padding.cut
+        updates, params = (cut(tree, optimizer=False) for tree in (updates, params))
         if policy.splits_grads:
             updates = constrain(updates, layouts.grads(updates), policy.mesh)
         run = self._explicit if is_explicit(policy.mesh) else self._auto
@@ -110,8 +133,13 @@ class _Update:
     def _auto(self, layouts, updates, state, params, extra) -> tuple[Any, Any]:
         mesh = self.policy.mesh
         state = constrain(state, layouts.opt_state(state), mesh)
+        state = layouts.padding.cut(state, optimizer=True)
         updates, state = self._inner(updates, state, params, extra)
+        # Pinned in both shapes: padding a loose array could gather it first.
+        state = constrain(state, layouts.opt_state(state, stored=False), mesh)
+        state = layouts.padding.stored(state, optimizer=True)
         state = constrain(state, layouts.opt_state(state), mesh)
+        updates = layouts.padding.stored(updates, optimizer=False)
         return constrain(updates, layouts.updates(updates), mesh), state
 
     def _explicit(self, layouts, updates, state, params, extra) -> tuple[Any, Any]:
