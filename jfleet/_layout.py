@@ -103,7 +103,7 @@ def canonical(entries: Iterable[Sequence[str]]) -> PartitionSpec:
     """Build the canonical spec from the axes of each dim.
 
     >>> canonical([("data",), ()])
-    PartitionSpec('data',)
+    P('data',)
     """
     names = [e[0] if len(e) == 1 else (tuple(e) or None) for e in entries]
     while names and names[-1] is None:

@@ -1,26 +1,22 @@
-"""From the arguments of the public verbs to a checked ``Policy``."""
+"""The arguments of the public verbs, checked and resolved to a ``Policy``."""
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from jfleet._adapters import PARAMS, Leaf, Parts, mesh_of
-from jfleet._errors import ConfigError, ConfigTypeError, PlacementError, nearest
-from jfleet._layout import Policy, canonical, check_spec, entries_of, is_explicit
-from jfleet._tree import Path
+from jfleet._errors import ConfigError, ConfigTypeError, nearest
+from jfleet._layout import Policy, is_explicit
 from jfleet._types import LEVELS, AxisName
-from jfleet.mesh import current_mesh, shard_axes
-from jfleet.optax_meta.sharding import ShardedTransformation
+from jfleet.mesh import shard_axes
 
 
-def make_policy(
-    parts: Parts,
+def checked_policy(
     level: str,
     *,
-    mesh: Any = None,
+    mesh: Any,
     axis: AxisName | None = None,
     optimizer_axis: AxisName | None = None,
     rules: Any = (),
@@ -29,16 +25,14 @@ def make_policy(
     offload: bool = False,
     pad: bool = False,
 ) -> Policy:
-    """Check the arguments of ``plan`` and resolve their defaults.
+    """Check what was asked for and resolve its defaults against a mesh.
 
     Raises:
         ConfigError: a value that cannot work.
         ConfigTypeError: an argument of the wrong type.
     """
-    if level not in LEVELS:
-        hint = nearest(str(level), LEVELS)
-        raise ConfigError(f"level must be one of {LEVELS}, got {level!r}{hint}")
-    mesh = _check_mesh(mesh if mesh is not None else mesh_of(parts) or current_mesh())
+    check_level(level)
+    mesh = _check_mesh(mesh)
     axes = shard_axes(mesh, axis)
     wide = axes if optimizer_axis is None else shard_axes(mesh, optimizer_axis)
     if not set(axes) <= set(wide):
@@ -64,12 +58,16 @@ def make_policy(
         rules=_check_rules(rules),
         exclude=_check_exclude(exclude),
         min_shard_size=int(min_shard_size),
-        kept=_kept(parts, mesh, axes),
         offload=bool(offload),
         pad=_check_pad(pad, mesh),
-        pads_params=pad and parts.apply_fn is not None,
-        logical=tuple((p.path, p.shape) for p in parts.of_kind(PARAMS)) if pad else (),
     )
+
+
+def check_level(level: Any) -> None:
+    """Raise ConfigError unless ``level`` is one of the three."""
+    if level not in LEVELS:
+        hint = nearest(str(level), LEVELS)
+        raise ConfigError(f"level must be one of {LEVELS}, got {level!r}{hint}")
 
 
 def _check_pad(pad: Any, mesh: Any) -> bool:
@@ -135,56 +133,3 @@ def _check_rules(rules: Any) -> tuple[tuple[str, PartitionSpec], ...]:
 def _check_exclude(exclude: Any) -> tuple[str, ...]:
     patterns: Sequence[Any] = (exclude,) if isinstance(exclude, str) else exclude
     return tuple(_check_pattern(p, "exclude") for p in patterns)
-
-
-def _kept(
-    parts: Parts, mesh: Any, axes: Sequence[str]
-) -> tuple[tuple[Path, PartitionSpec], ...]:
-    """Specs that parameters came with, before jfleet laid any of them out."""
-    if isinstance(parts.tx, ShardedTransformation):
-        known = parts.tx.policy.kept
-        if mesh == parts.tx.policy.mesh:
-            return known
-        return tuple((p, s) for p, s in known if _axes_known(s, mesh))
-    found = []
-    for leaf in parts.of_kind(PARAMS):
-        sharding = getattr(leaf.value, "sharding", None)
-        elsewhere = isinstance(sharding, NamedSharding) and sharding.mesh != mesh
-        spec = kept_spec(leaf, mesh, drop=axes if elsewhere else ())
-        if any(spec):
-            found.append((leaf.path, spec))
-    return tuple(found)
-
-
-def _axes_known(spec: PartitionSpec, mesh: Any) -> bool:
-    return all(a in mesh.shape for e in entries_of(spec, len(spec)) for a in e)
-
-
-def kept_spec(leaf: Leaf, mesh: Any, drop: Sequence[str] = ()) -> PartitionSpec:
-    """Return the spec that a leaf came with, as far as ``mesh`` knows its axes.
-
-    The layout that the array already has counts first, then linen or nnx metadata.
-    """
-    sharding = getattr(leaf.value, "sharding", None)
-    spec = None
-    if isinstance(sharding, NamedSharding) and any(sharding.spec):
-        spec = sharding.spec
-    elif leaf.names is not None:
-        spec = PartitionSpec(*leaf.names)
-    if spec is None or len(spec) > len(leaf.shape):
-        return PartitionSpec()
-    return canonical(
-        [a for a in axes if a in mesh.shape and a not in drop]
-        for axes in entries_of(spec, len(leaf.shape))
-    )
-
-
-def fits(kept: Mapping[Path, PartitionSpec], leaf: Leaf, mesh: Any) -> bool:
-    """Whether a leaf has a kept spec that works on ``mesh``."""
-    if leaf.path not in kept:
-        return False
-    try:
-        check_spec(kept[leaf.path], leaf.shape, mesh, leaf.path, "the array itself")
-    except PlacementError:
-        return False
-    return True

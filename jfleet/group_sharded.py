@@ -37,7 +37,7 @@ from jfleet._layout import (
 )
 from jfleet._match import ParamIndex
 from jfleet._padding import Padding, fit
-from jfleet._policy import make_policy
+from jfleet._state_policy import make_policy
 from jfleet._tree import Path, is_array, leaves_with_paths, path_str
 from jfleet._types import AxisName
 from jfleet.optax_meta.sharding import sharding, state_sharding
@@ -110,7 +110,7 @@ def group_sharded_parallel(
         >>> mesh = jfleet.init()
         >>> state = jfleet.group_sharded_parallel(state, level="p_g_os", mesh=mesh)
         >>> state.params["w"].sharding.spec
-        PartitionSpec('data',)
+        P('data',)
 
     References:
         Rajbhandari et al, `ZeRO: Memory Optimizations Toward Training Trillion
@@ -165,7 +165,7 @@ def create_sharded(
         >>> state = jfleet.create_sharded(
         ...     init, jax.random.key(0), level="os", mesh=jfleet.init())
         >>> state.opt_state[0].mu["w"].sharding.spec
-        PartitionSpec('data',)
+        P('data',)
     """
     seen: list[Parts] = []
 

@@ -63,8 +63,8 @@ def init(
 
     Example:
         >>> import jfleet
-        >>> jfleet.init({"data": -1})
-        Mesh('data': 8, axis_types=(Auto,))
+        >>> dict(jfleet.init({"data": -1}).shape)
+        {'data': 8}
         >>> jfleet.init() is jfleet.init()
         True
     """
@@ -195,8 +195,8 @@ def new_group(ranks: Sequence[int]) -> Mesh:
 
     Example:
         >>> import jfleet
-        >>> jfleet.new_group([0, 1, 2])
-        Mesh('data': 3, axis_types=(Auto,))
+        >>> dict(jfleet.new_group([0, 1, 2]).shape)
+        {'data': 3}
     """
     devices = jax.devices()
     ranks = list(ranks)

@@ -18,7 +18,7 @@ from jfleet._layout import Decision, Policy, axes_size, entries_of, param_layout
 from jfleet._match import ParamIndex, extra_decisions, optimizer_decisions
 from jfleet._padding import Padding, fit
 from jfleet._plan_text import diff, table
-from jfleet._policy import fits, kept_spec, make_policy
+from jfleet._state_policy import fits, kept_spec, make_policy
 from jfleet._tree import dtype_bytes, num_elements, path_str
 from jfleet._types import AxisName
 from jfleet.optax_meta.sharding import ShardedTransformation

@@ -38,6 +38,8 @@ from jfleet.optax_meta.localsgd import LocalsgdState as LocalsgdState
 from jfleet.optax_meta.localsgd import localsgd as localsgd
 from jfleet.optax_meta.recompute import recompute as recompute
 from jfleet.optax_meta.recompute import recompute_block as recompute_block
+from jfleet.optax_meta.sharding import ShardedTransformation as ShardedTransformation
+from jfleet.optax_meta.sharding import sharding as sharding
 from jfleet.optax_meta.sync_batch_norm import BatchStatistics as BatchStatistics
 from jfleet.optax_meta.sync_batch_norm import batch_statistics as batch_statistics
 from jfleet.optax_meta.sync_batch_norm import sync_batch_norm as sync_batch_norm

@@ -13,6 +13,7 @@ parameters already lies like the parameters.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jfleet._errors import ConfigError, ConfigTypeError, nearest
 from jfleet._layout import (
     Policy,
     constrain,
@@ -30,6 +32,7 @@ from jfleet._layout import (
 )
 from jfleet._match import ParamIndex, optimizer_decisions
 from jfleet._padding import Padding
+from jfleet._policy import checked_policy
 from jfleet._tree import is_array, leaves_with_paths
 
 
@@ -229,22 +232,55 @@ class ShardedTransformation(optax.GradientTransformationExtraArgs):
         return getattr(self.init.inner, name)
 
 
-def sharding(inner: Any, policy: Policy) -> ShardedTransformation:
-    """Wrap an optax transformation so that it keeps the layout of ``policy``.
+def sharding(
+    inner: Any, policy: Policy | None = None, **options: Any
+) -> ShardedTransformation:
+    """Wrap an optax transformation so that it keeps a layout.
 
     Args:
         inner: any optax transformation; one that is wrapped already is unwrapped first.
-        policy: from ``jfleet.plan(...).policy``.
+        policy: where things live, from ``jfleet.plan(...).policy``; it remembers the
+            specs that parameters came with.
+        **options: without a policy, ``level`` and ``mesh``, and perhaps ``axis``,
+            ``optimizer_axis``, ``rules``, ``exclude``, ``min_shard_size``, ``offload``
+            of ``jfleet.group_sharded_parallel``.
 
     Returns:
         A transformation with the same values, whose ``init`` is born sharded.
+
+    Raises:
+        ConfigError: a policy and options, or options that cannot work.
+        ConfigTypeError: an option that does not exist or has the wrong type.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, jfleet
+        >>> tx = sharding(optax.adam(1e-3), level="os", mesh=jfleet.init())
+        >>> tx.init({"w": jnp.ones((16, 4))})[0].mu["w"].sharding.spec
+        P('data',)
 
     References:
         Rajbhandari et al, `ZeRO: Memory Optimizations Toward Training Trillion
         Parameter Models <https://arxiv.org/abs/1910.02054>`_, 2019.
     """
+    if policy is None:
+        policy = _policy_of(options)
+    elif options:
+        raise ConfigError(f"pass a policy or options, not both; got {sorted(options)}")
     inner = unwrapped(inner)
     return ShardedTransformation(_Init(inner, policy), _Update(inner, policy))
+
+
+def _policy_of(options: dict[str, Any]) -> Policy:
+    known = inspect.signature(checked_policy).parameters.keys() - {"pad"}
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        raise ConfigTypeError(
+            f"sharding has no option {unknown[0]!r}{nearest(unknown[0], known)}"
+        )
+    missing = sorted({"level", "mesh"} - options.keys())
+    if missing:
+        raise ConfigTypeError(f"sharding needs a policy, or {missing[0]}=")
+    return checked_policy(options.pop("level"), **options)
 
 
 def unwrapped(tx: Any) -> Any:
