@@ -63,6 +63,8 @@ class Parts:
     """The model's forward function, or None."""
     rebuild: Rebuild
     """``rebuild(values, tx, apply_fn)`` makes a state of the caller's type."""
+    cls: type | None = None
+    """The class of a state that carries its own transformation, such as TrainState."""
 
     def of_kind(self, kind: str) -> list[Leaf]:
         """Leaves of one kind, in order."""
@@ -114,6 +116,7 @@ def _train_state_parts(state: Any, tx: Any) -> Parts:
         tx=getattr(state, "tx", tx),
         apply_fn=getattr(state, "apply_fn", None),
         rebuild=rebuild,
+        cls=type(state) if has["tx"] else None,
     )
 
 
@@ -236,9 +239,16 @@ def check_alive(parts: Parts) -> None:
 
 
 def tied_params(parts: Parts) -> list[tuple[str, ...]]:
-    """Return groups of parameter paths that hold one and the same array."""
-    groups: dict[int, list[str]] = {}
+    """Return groups of parameter paths that hold one and the same array.
+
+    The fast and slow copies that ``optax.lookahead`` starts with are meant to part.
+    """
+    groups: dict[int, list[Path]] = {}
     for leaf in parts.of_kind(PARAMS):
         if isinstance(leaf.value, jax.Array | np.ndarray):
-            groups.setdefault(id(leaf.value), []).append(path_str(leaf.path))
-    return [tuple(g) for g in groups.values() if len(g) > 1]
+            groups.setdefault(id(leaf.value), []).append(leaf.path)
+    return [
+        tuple(map(path_str, group))
+        for group in groups.values()
+        if len(group) > 1 and {p[:1] for p in group} != {("fast",), ("slow",)}
+    ]

@@ -51,6 +51,9 @@ class Policy:
     """Whether arrays that no dim lets split are stored padded."""
     pads_params: bool = False
     """Whether parameters are padded as well; the forward function must cut them."""
+    split_updates: bool = False
+    """Whether updates come out split like the state. Then whoever adds them must pin
+    the sum: adding shards and gathering the sum is cheaper than gathering updates."""
     logical: tuple[tuple[Path, tuple[int, ...]], ...] = ()
     """Shapes of the parameters without padding, once some are padded."""
 

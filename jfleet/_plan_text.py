@@ -3,7 +3,7 @@
 import collections
 from typing import Any
 
-MAX_ROWS = 40
+MAX_ROWS = 12
 
 
 def human(num_bytes: float) -> str:
@@ -53,27 +53,43 @@ def table(plan: Any) -> str:
 
 
 def _row_lines(plan: Any) -> list[str]:
-    rows = [*plan.of_kind("params"), *plan.of_kind("opt_state"), *plan.of_kind("extra")]
-    shown = sorted(rows, key=lambda r: -r.total_bytes)[:MAX_ROWS]
-    cells = [("array", "shape", "spec", "per device", "reason")]
-    cells += [
-        (
-            f"{row.kind}:{row.path}",
-            f"{row.dtype}{list(row.shape)}",
-            str(row.spec).removeprefix("PartitionSpec"),
-            human(row.device_bytes),
-            row.reason,
+    """The largest parameters: where each and its optimizer state lie, and why."""
+    rows = sorted(plan.of_kind("params"), key=lambda row: -row.total_bytes)
+    states = _states_by_param(plan)
+    cells = [("parameter", "shape", "spec", "state", "why")]
+    for row in rows[:MAX_ROWS]:
+        state = states.get(row.path)
+        why = row.reason if state is None else state.reason.partition(": ")[2]
+        cells.append(
+            (
+                row.path,
+                f"{row.dtype}{list(row.shape)}",
+                _text(row.spec),
+                "-" if state is None else _text(state.spec),
+                why or row.reason,
+            )
         )
-        for row in shown
-    ]
     widths = [max(len(c[i]) for c in cells) for i in range(4)]
     lines = [
         "  ".join([*(t.ljust(w) for t, w in zip(c, widths, strict=False)), c[4]])
         for c in cells
     ]
-    if len(rows) > len(shown):
-        lines.append(f"... and {len(rows) - len(shown)} smaller arrays")
+    if len(rows) > MAX_ROWS:
+        lines.append(f"... and {len(rows) - MAX_ROWS} smaller parameters")
     return lines
+
+
+def _states_by_param(plan: Any) -> dict[str, Any]:
+    """The first optimizer-state row that was laid out as each parameter."""
+    found: dict[str, Any] = {}
+    for row in plan.of_kind("opt_state"):
+        if row.reason.startswith("as '"):
+            found.setdefault(row.reason[4:].partition("':")[0], row)
+    return found
+
+
+def _text(spec: Any) -> str:
+    return str(spec).removeprefix("PartitionSpec")
 
 
 def _notes(plan: Any) -> list[str]:

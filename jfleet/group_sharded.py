@@ -37,6 +37,7 @@ from jfleet._layout import (
 )
 from jfleet._match import ParamIndex
 from jfleet._padding import Padding, fit
+from jfleet._placed_state import can_pin, placed
 from jfleet._state_policy import make_policy
 from jfleet._tree import Path, is_array, leaves_with_paths, path_str
 from jfleet._types import AxisName
@@ -92,14 +93,15 @@ def group_sharded_parallel(
             layout.
 
     Returns:
-        A new state of the same type. The caller's objects and buffers stay valid.
-        Calling it again with the same arguments changes nothing; with another level, it
-        lays the state out anew.
+        A new state of the same type (a flax state: of a subclass of its class, whose
+        ``replace`` keeps new parameters in place). The caller's objects and buffers
+        stay valid. Calling it again with equal arguments changes nothing; with another
+        level, it lays the state out anew.
 
     Raises:
         ConfigError: unknown level, bad axis, rule or size.
         ConfigTypeError: a state of an unknown type.
-        PlacementError: a rule or spec that does not fit.
+        PlacementError: a rule or spec that does not fit, or a parameter with NaN.
         DonatedBufferError: arrays that were donated to an earlier step.
 
     Example:
@@ -132,6 +134,7 @@ def group_sharded_parallel(
         pad=pad,
     )
     _refuse_abstract(policy)
+    _refuse_nan(parts, policy)
     _warn_tied(parts)
     rows = planned_rows(plan_parts(parts, policy), parts)
     shardings = _shardings(rows, parts, policy)
@@ -216,6 +219,31 @@ def _refuse_abstract(policy: Policy) -> None:
         )
 
 
+def _refuse_nan(parts: Parts, policy: Policy) -> None:
+    """A parameter that is NaN at the start stays NaN: say so before it trains."""
+    params = [
+        leaf
+        for leaf in parts.of_kind(PARAMS)
+        if isinstance(leaf.value, jax.Array | np.ndarray)
+        and not isinstance(leaf.value, jax.core.Tracer)
+        and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    found = _has_nan([leaf.value for leaf in params]) if params else []
+    for leaf, nan in zip(params, found, strict=True):
+        if nan:
+            raise PlacementError(
+                f"parameter {path_str(leaf.path)!r} of shape {leaf.shape} holds NaN"
+                f" (level {policy.level}, mesh {dict(policy.mesh.shape)}, spec"
+                f" {getattr(getattr(leaf.value, 'sharding', None), 'spec', None)});"
+                " check its initializer, or load an earlier checkpoint"
+            )
+
+
+def _has_nan(values: Sequence[Any]) -> list[Any]:
+    """Whether each array holds a NaN, in one program for all of them."""
+    return jax.device_get(jax.jit(lambda xs: [jnp.isnan(x).any() for x in xs])(values))
+
+
 def _warn_tied(parts: Parts) -> None:
     for group in tied_params(parts):
         warnings.warn(
@@ -285,8 +313,11 @@ def _check_placed(
 
 
 def _rebuild(parts: Parts, values: Sequence[Any], policy: Policy) -> Any:
+    pins = parts.cls is not None and can_pin(parts.cls, policy)
+    policy = dataclasses.replace(policy, split_updates=pins)
     tx = None if parts.tx is None else sharding(parts.tx, policy)
-    return parts.rebuild(values, tx, sharded_apply(parts.apply_fn, parts, policy))
+    state = parts.rebuild(values, tx, sharded_apply(parts.apply_fn, parts, policy))
+    return placed(state) if pins else state
 
 
 @dataclasses.dataclass(frozen=True)

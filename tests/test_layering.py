@@ -16,7 +16,7 @@ ROWS = [
     ["strategy", "mesh", "_match", "_gather"],
     ["_padding", "_policy"],
     ["optax_meta", "_adapters", "optimizer", "_rules", "_auto"],
-    ["_axes", "_builtin_rules", "_state_policy"],
+    ["_axes", "_builtin_rules", "_state_policy", "_placed_state"],
     ["_request", "_resolution"],
     ["resolver", "_placement", "plan"],
     ["_step"],

@@ -22,7 +22,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfleet._errors import ConfigError, ConfigTypeError, nearest
+from jfleet._errors import ConfigError, ConfigTypeError, PlacementError, nearest
 from jfleet._layout import (
     Policy,
     constrain,
@@ -33,7 +33,7 @@ from jfleet._layout import (
 from jfleet._match import ParamIndex, optimizer_decisions
 from jfleet._padding import Padding
 from jfleet._policy import checked_policy
-from jfleet._tree import is_array, leaves_with_paths
+from jfleet._tree import Path, is_array, leaves_with_paths, path_str
 
 
 class Layouts:
@@ -66,7 +66,13 @@ class Layouts:
         return self._like_params(tree, "grad")
 
     def updates(self, tree: Any) -> Any:
-        """Spec tree of updates, which lie like the parameters."""
+        """Spec tree of updates: like the parameters, or like the optimizer state."""
+        return self._like_params(
+            tree, "optimizer" if self.policy.split_updates else "param"
+        )
+
+    def params(self, tree: Any) -> Any:
+        """Spec tree of parameters at rest."""
         return self._like_params(tree, "param")
 
     def _like_params(self, tree: Any, which: str) -> Any:
@@ -74,7 +80,7 @@ class Layouts:
         for path, leaf in leaves_with_paths(tree):
             layout = self._index.find(path)
             shape = layout and (
-                layout.stored_param if which == "param" else layout.shape
+                layout.shape if which == "grad" else layout.stored_param
             )
             known = layout is not None and tuple(leaf.shape) == shape
             specs.append(getattr(layout, which).spec if known else None)
@@ -118,6 +124,8 @@ class _Update:
         self, updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
         policy = self.policy
+        if params is not None:
+            check_gradients(updates, params, policy)
         layouts = Layouts(updates if params is None else params, policy)
         specs = layouts.opt_state(state)
         state = _to_device(state, specs, policy)
@@ -161,6 +169,31 @@ class _Update:
         out = jax.tree.map(partial(_sharding, mesh), shapes, specs)
         run = jax.sharding.auto_axes(inner, axes=mesh.axis_names, out_sharding=out)
         return run(updates, state, params, arrays)
+
+
+def check_gradients(grads: Any, params: Any, policy: Policy) -> None:
+    """Raise PlacementError unless there is a gradient for every parameter."""
+    if jax.tree.structure(grads) == jax.tree.structure(params):
+        return
+    # optax.lookahead pairs parameters, so a gradient's path may be a suffix only.
+    have = {path for path, _ in leaves_with_paths(grads)}
+    covered: set[Path] = set()
+    for path, leaf in leaves_with_paths(params):
+        suffixes = {path[i:] for i in range(len(path) + 1)} & have
+        if not suffixes:
+            raise PlacementError(
+                f"the gradients lack parameter {path_str(path)!r} of shape"
+                f" {tuple(leaf.shape)} (level {policy.level}, mesh"
+                f" {dict(policy.mesh.shape)}); pass one for every parameter that the"
+                " optimizer has, zeros where there is none"
+            )
+        covered |= suffixes
+    if have - covered:
+        name = path_str(min(have - covered))
+        raise PlacementError(
+            f"the gradients have {name!r}, which is no parameter; take them with"
+            " respect to the same tree that is passed as params"
+        )
 
 
 def partition_arrays(extra: dict[str, Any]) -> tuple[dict, dict]:

@@ -12,6 +12,9 @@ from flax.core import FrozenDict
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+
+import jfleet
+from jfleet.optax_meta.sharding import sharding
 from tests.helpers import count_compilations
 from tests.models import (
     LEVELS,
@@ -26,9 +29,6 @@ from tests.models import (
     train,
     train_step,
 )
-
-import jfleet
-from jfleet.optax_meta.sharding import sharding
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +285,7 @@ def test_subclass_with_extra_fields(level, mesh):
         return state.replace(ema=ema, batch_stats=stats, key=key), loss
 
     state = jfleet.group_sharded_parallel(plain, level, mesh=mesh)
-    assert type(state) is AveragedState
+    assert isinstance(state, AveragedState)
     before = shardings_of(state)
     state, _ = train(state, batches(3, mesh), donate=True, step=step)
     assert shardings_of(state) == before

@@ -8,6 +8,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+
+import jfleet
 from tests.helpers import count_compilations
 from tests.models import (
     LEVELS,
@@ -18,8 +20,6 @@ from tests.models import (
     nnx_step,
     shardings_of,
 )
-
-import jfleet
 
 
 @pytest.fixture(scope="module")
@@ -117,15 +117,15 @@ def test_b08_tensor_parallel_metadata_survives(level):
             init = nnx.with_partitioning(
                 nnx.initializers.lecun_normal(), (None, "model")
             )
-            with jax.set_mesh(mesh):
-                self.first = nnx.Linear(16, 32, kernel_init=init, rngs=rngs)
-                self.last = nnx.Linear(32, 8, rngs=rngs)
+            self.first = nnx.Linear(16, 32, kernel_init=init, rngs=rngs)
+            self.last = nnx.Linear(32, 8, rngs=rngs)
 
         def __call__(self, x):
             return self.last(nnx.relu(self.first(x)))
 
-    model = Net(nnx.Rngs(0))
-    pair = model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    with jax.set_mesh(mesh):  # flax wants one to make annotated variables
+        model = Net(nnx.Rngs(0))
+        pair = model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     model, optimizer = jfleet.group_sharded_parallel(pair, level, mesh=mesh)
     before = shardings_of(nnx.split((model, optimizer))[1])
     run(model, optimizer, mesh)

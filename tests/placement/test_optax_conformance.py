@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from tests.helpers import count_compilations
-from tests.placement import optax_table as table
 
 import jfleet
 from jfleet.optax_meta.sharding import sharding
+from tests.helpers import count_compilations
+from tests.placement import optax_table as table
 
 LEVELS = ("os", "os_g", "p_g_os")
 

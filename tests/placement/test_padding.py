@@ -8,6 +8,8 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+
+import jfleet
 from tests.models import (
     LEVELS,
     assert_trees_close,
@@ -19,8 +21,6 @@ from tests.models import (
     shardings_of,
     train,
 )
-
-import jfleet
 
 
 class Odd(nn.Module):
