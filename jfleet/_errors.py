@@ -46,7 +46,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     >>> nearest("k_step", ["k_steps", "avg"])
     "; did you mean 'k_steps'?"
     """
-    match = difflib.get_close_matches(str(name), list(known), n=1)
+    match = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 

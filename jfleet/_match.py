@@ -67,7 +67,9 @@ def _optimizer_leaf(path, leaf, index: ParamIndex, policy: Policy) -> Decision:
         policy.mesh,
         min_shard_size=policy.min_shard_size,
     )
-    whose = f"another shape than {name!r}" if param else "no parameter of this name"
+    whose = "no parameter of this name"
+    if param is not None:
+        whose = f"another shape than {path_str(param.path)!r}"
     return Decision(own.spec, f"{whose}, by its own: {own.reason}")
 
 

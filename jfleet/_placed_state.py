@@ -35,7 +35,7 @@ def _placed_class(cls: type) -> type:
     if getattr(cls, "_jfleet_placed", False):
         return cls
     body = {"__doc__": cls.__doc__, "__module__": cls.__module__}
-    new = struct.dataclass(type(cls.__name__, (cls,), body))
+    new: Any = struct.dataclass(type(cls.__name__, (cls,), body))
     plain_replace = new.replace
 
     def replace(self: Any, **updates: Any) -> Any:

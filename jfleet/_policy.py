@@ -14,7 +14,7 @@ from jfleet.mesh import shard_axes
 
 
 def checked_policy(
-    level: str,
+    level: Any,
     *,
     mesh: Any,
     axis: AxisName | None = None,
@@ -57,8 +57,8 @@ def checked_policy(
         optimizer_axes=axes + tuple(a for a in wide if a not in axes),
         rules=_check_rules(rules),
         exclude=_check_exclude(exclude),
-        min_shard_size=int(min_shard_size),
-        offload=bool(offload),
+        min_shard_size=min_shard_size,
+        offload=offload,
         pad=_check_pad(pad, mesh),
     )
 

@@ -183,7 +183,7 @@ def create_sharded(
     _refuse_abstract(policy)
     rows = planned_rows(plan_parts(parts, policy), parts)
     shardings = _shardings(rows, parts, policy)
-    on_device = [s.with_memory_kind(None) for s in shardings]
+    on_device = [named_sharding(policy.mesh, row.spec, len(row.shape)) for row in rows]
     values = jax.jit(
         lambda *args: _stored(leaves_of(*args), rows), out_shardings=on_device
     )(*args)

@@ -124,7 +124,7 @@ def _resolve_shape(
         )
     if open_axes:
         shape[open_axes[0]] = count // known
-    return {a: int(s) for a, s in shape.items()}
+    return {axis: int(size) for axis, size in shape.items()}
 
 
 def _start_processes(distributed: Any) -> None:

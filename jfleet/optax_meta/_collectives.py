@@ -66,7 +66,7 @@ def _sum_leaf(x: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def cond(
-    predicate: jax.Array, on_true: Callable[[], Any], on_false: Callable[[], Any]
+    predicate: Any, on_true: Callable[[], Any], on_false: Callable[[], Any]
 ) -> Any:
     """``jax.lax.cond`` whose branches may differ in what they vary over.
 
@@ -76,7 +76,7 @@ def cond(
     return switch(jnp.asarray(predicate).astype(jnp.int32), [on_false, on_true])
 
 
-def switch(index: jax.Array, branches: list[Callable[[], Any]]) -> Any:
+def switch(index: jax.Array, branches: list[Callable[..., Any]]) -> Any:
     """``jax.lax.switch`` over branches without operands; see :func:`cond`."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return jax.lax.switch(index, branches)

@@ -4,7 +4,7 @@ import math
 import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -254,3 +254,8 @@ def is_zero(value: Any) -> bool:
 def unzip(rows: Sequence[tuple], num_columns: int) -> tuple[list, ...]:
     """Turn rows into columns; no rows give empty columns."""
     return tuple([row[i] for row in rows] for i in range(num_columns))
+
+
+def increment(count: jax.Array) -> jax.Array:
+    """Count up, and stay at the largest number instead of wrapping around."""
+    return cast(jax.Array, optax.safe_increment(count))

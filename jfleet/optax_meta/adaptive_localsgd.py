@@ -127,7 +127,7 @@ def adaptive_localsgd(
         updates, inner_state = inner.update(
             updates, state.inner, params, value=value, **extra_args
         )
-        count = optax.safe_increment(state.count)
+        count = common.increment(state.count)
         due = (count <= begin_step) | (count - state.last_sync >= state.k_steps)
         updates, inner_state, anchor, outer_state = step_or_meet(
             due, averaging, updates, inner_state, params, state

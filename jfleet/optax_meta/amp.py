@@ -138,8 +138,8 @@ def dynamic_loss_scaling(
     def _machine(state, found):
         if not dynamic:
             return state.scale, state.good, state.bad
-        good = jnp.where(found, 0, optax.safe_increment(state.good))
-        bad = jnp.where(found, optax.safe_increment(state.bad), 0)
+        good = jnp.where(found, 0, common.increment(state.good))
+        bad = jnp.where(found, common.increment(state.bad), 0)
         grow, shrink = good == incr_every, bad == decr_every
         dtype = state.scale.dtype
         larger = state.scale * jnp.asarray(incr_ratio, dtype)

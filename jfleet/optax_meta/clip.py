@@ -81,7 +81,7 @@ def clip_by_global_norm(
         updates = jax.tree.map(
             lambda g, skip: g if skip else scaled(g, factor), updates, frozen
         )
-        count = optax.safe_increment(state.count)
+        count = common.increment(state.count)
         return updates, ClipState(count=count, norm=norm, factor=factor)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -170,7 +170,7 @@ def dgc(
             for d, w in zip(directions, leaves, strict=True)
         ]
         return treedef.unflatten(steps), DgcState(
-            count=optax.safe_increment(state.count),
+            count=common.increment(state.count),
             sparsity=ramp.sparsity_of(stage).astype(state.sparsity.dtype),
             num_sent=treedef.unflatten(num_sent),
             u=treedef.unflatten(u),

@@ -197,4 +197,8 @@ def replica_mean(
         del params, extra_args
         return collectives.reduce(updates, axis_name, reduce), state
 
-    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    def init(params):
+        del params
+        return optax.EmptyState()
+
+    return optax.GradientTransformationExtraArgs(init, update)

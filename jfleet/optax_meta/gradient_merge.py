@@ -127,7 +127,7 @@ def gradient_merge(
     def _plain(updates, state, params, extra_args):
         updates = collectives.reduce(updates, axis_name, reduce)
         updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
-        num_steps = optax.safe_increment(state.num_steps)
+        num_steps = common.increment(state.num_steps)
         return updates, state._replace(num_steps=num_steps, inner=inner_state)
 
     def _add(updates, weight, state):
@@ -136,7 +136,7 @@ def gradient_merge(
         if sync == "each":
             counted, weight = _reduced(counted, weight)
         return state._replace(
-            count=optax.safe_increment(state.count),
+            count=common.increment(state.count),
             weight=state.weight + weight,
             acc=jax.tree.map(lambda a, g: a + g.astype(a.dtype), state.acc, counted),
         )
@@ -170,7 +170,7 @@ def gradient_merge(
         )
         return updates, GradientMergeState(
             count=jnp.zeros_like(state.count),
-            num_steps=optax.safe_increment(state.num_steps),
+            num_steps=common.increment(state.num_steps),
             weight=jnp.zeros_like(state.weight),
             acc=jax.tree.map(jnp.zeros_like, state.acc),
             inner=inner_state,

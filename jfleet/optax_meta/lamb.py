@@ -104,7 +104,7 @@ def lamb(
         mu = optax.tree.update_moment(grads, state.mu, b1, 1)
         nu = optax.tree.update_moment_per_elem_norm(grads, state.nu, b2, 2)
         mu, nu = common.cast_like(mu, grads), common.cast_like(nu, grads)
-        count = optax.safe_increment(state.count)
+        count = common.increment(state.count)
         weights = view.wide_leaves(params)
         leaves = (weights, jax.tree.leaves(mu), jax.tree.leaves(nu), view.excluded)
         steps = [_direction(*row, count) for row in zip(*leaves, strict=True)]

@@ -110,15 +110,15 @@ def lars(
             view.excluded,
             strict=True,
         )
-        stepped = [_step(*row, rate) for row in rows]
+        stepped = [_step(rate, *row) for row in rows]
         new_updates, velocity, local = common.unzip(stepped, 3)
         return view.updates(new_updates), LarsState(
-            count=optax.safe_increment(state.count),
+            count=common.increment(state.count),
             velocity=view.unflatten(velocity),
             local_lr=view.unflatten(local),
         )
 
-    def _step(w, g, v, w_norm, g_norm, excluded, rate):
+    def _step(rate, w, g, v, w_norm, g_norm, excluded):
         eta, m, c, decay, epsilon = (
             jnp.asarray(x, w.real.dtype)
             for x in (rate, momentum, coeff, weight_decay, eps)

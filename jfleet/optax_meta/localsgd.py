@@ -100,7 +100,7 @@ def localsgd(
     def update(updates, state, params=None, **extra_args):
         common.need_params(params, "localsgd")
         updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
-        count = optax.safe_increment(state.count)
+        count = common.increment(state.count)
         due = (count <= begin_step) | (count - state.last_sync >= k_steps)
         updates, inner_state, anchor, outer_state = step_or_meet(
             True if always else due, averaging, updates, inner_state, params, state

@@ -112,7 +112,7 @@ def recompute_block(
     *,
     policy: Policy = "nothing_saveable",
     in_scan: bool = False,
-    static_argnums: int | Sequence[int] = (),
+    static_argnums: int | tuple[int, ...] = (),
 ) -> Callable[..., Any]:
     """Wrap one block of a model (a layer) so that its backward pass recomputes.
 

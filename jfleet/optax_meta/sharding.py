@@ -16,7 +16,7 @@ import dataclasses
 import inspect
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
@@ -167,7 +167,7 @@ class _Update:
         shapes = jax.eval_shape(inner, updates, state, params, arrays)
         specs = (layouts.updates(shapes[0]), layouts.opt_state(shapes[1]))
         out = jax.tree.map(partial(_sharding, mesh), shapes, specs)
-        run = jax.sharding.auto_axes(inner, axes=mesh.axis_names, out_sharding=out)
+        run: Any = jax.sharding.auto_axes(inner, axes=mesh.axis_names, out_sharding=out)
         return run(updates, state, params, arrays)
 
 
@@ -252,17 +252,17 @@ class ShardedTransformation(optax.GradientTransformationExtraArgs):
     @property
     def inner(self) -> Any:
         """The transformation that was wrapped."""
-        return self.init.inner
+        return cast(_Init, self.init).inner
 
     @property
     def policy(self) -> Policy:
         """Where things live."""
-        return self.init.policy
+        return cast(_Init, self.init).policy
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.init.inner, name)
+        return getattr(cast(_Init, self.init).inner, name)
 
 
 def sharding(
