@@ -1,9 +1,11 @@
 """The optimizer of a strategy: an optax transformation that can say what it does.
 
-``distributed_optimizer`` resolves a strategy once. The result goes wherever an optax
-transformation goes. What a strategy does to the *loss* (recompute, the casts of amp)
-is applied by ``wrap_loss``; what needs the gradient of every replica works only where
-these exist, and ``update`` refuses elsewhere.
+``distributed_optimizer`` resolves a strategy once. ``minimize`` builds a training step
+that does all that the strategy asks for. The result also goes wherever an optax
+transformation goes; but what a strategy does to the *loss* (recompute, the casts of
+amp) an ``update`` cannot do: ``wrap_loss`` must be applied to the loss by hand. What
+needs the gradient of every replica works only where these exist, and ``update``
+refuses elsewhere.
 
 Note [axes in scope]: ``update`` looks whether the mesh axes are named axes of the
 computation that is being traced (``shard_map``, ``vmap``). If they are, gradients are
@@ -28,6 +30,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from jfleet import mesh as meshes
+from jfleet import train_step
 from jfleet._checks import SettingTypeError
 from jfleet._errors import ConfigError
 from jfleet._placement import needs_mesh, placed
@@ -107,7 +110,119 @@ class DistributedOptimizer(optax.GradientTransformationExtraArgs):
 
     def explain(self) -> str:
         """Say what runs, what does not, why, and with which options."""
-        return self.resolution.explain()
+        text = self.resolution.explain()
+        names = [r.name for r in self.resolution.rules if r.wrap_loss is not None]
+        if not names:
+            return text
+        return (
+            f"{text}\nNote: {' and '.join(names)} change the loss function. minimize "
+            "does that; a step of your own that calls update must differentiate "
+            "opt.wrap_loss(loss_fn), or they have no effect on it"
+        )
+
+    def minimize(
+        self,
+        loss_fn: Callable[..., Any],
+        *,
+        has_aux: bool = False,
+        model_state: bool = False,
+        rng: bool = False,
+        donate: bool = True,
+        per_replica: bool | None = None,
+    ) -> train_step.TrainStep:
+        """Build the jitted training step: ``state, metrics = step(state, batch)``.
+
+        One call is one optimizer step. With gradient_merge the batch holds the rows of
+        the whole window; micro batch j takes every k-th row, from row j, and no row
+        leaves its device.
+
+        Where a strategy needs the gradient of every replica (localsgd, dgc,
+        fp16_allreduce, gradient_merge with sync="last", level ``os_g`` on one data
+        axis) the loss is called with the rows of one replica, else with all rows. A
+        mean over rows, or a pair (total, weight), gives the same result either way.
+
+        Args:
+            loss_fn: ``loss_fn(params[, model_state], batch[, rng])``. It returns the
+                mean loss over the rows it got, or a pair (total, weight), which makes
+                sum(total) / sum(weight) over all replicas and micro batches; followed
+                by the new model state and the auxiliary result, where declared.
+            has_aux: it also returns an auxiliary result: a tree whose floats are
+                averaged and whose integers are summed over micro batches and replicas.
+            model_state: it also takes and returns model state (batch statistics).
+            rng: it also takes a random key; ``step(state, batch, rng)``.
+            donate: let a step reuse the memory of the state that it gets.
+            per_replica: True calls the loss with one replica's rows, also where the
+                strategy needs it not; False asks for all rows always.
+
+        Returns:
+            A ``TrainStep``. Its metrics are replicated scalars: ``loss``,
+            ``grad_norm`` (before clipping; infinite in a skipped step), ``clip_factor``
+            (NaN under dgc, which clips locally), ``loss_scale``, ``skipped_steps``,
+            ``synchronised``, ``aux``. Under dgc and localsgd the norm is the root mean
+            square over the replicas. Under localsgd loss, norm and factor are those of
+            the last synchronisation, because between two nothing is exchanged; aux is
+            NaN or 0 there.
+
+        Raises:
+            ConfigError: a combination that no step can run; it names the remedy.
+            ConfigTypeError: an argument of the wrong type.
+
+        Example:
+            >>> import jax.numpy as jnp, jfleet, optax
+            >>> strategy = jfleet.DistributedStrategy(clip=True)
+            >>> opt = jfleet.distributed_optimizer(optax.sgd(1.0), strategy)
+            >>> step = opt.minimize(lambda w, x: jnp.mean(w * x))
+            >>> state = opt.create(jnp.zeros(()))
+            >>> state, metrics = step(state, jnp.full(8, 2.0))
+            >>> print(state.params, metrics.grad_norm, metrics.clip_factor)
+            -1.0 2.0 0.5
+        """
+        return train_step.minimize(
+            *self._parts(),
+            loss_fn,
+            has_aux=has_aux,
+            model_state=model_state,
+            rng=rng,
+            donate=donate,
+            per_replica=per_replica,
+        )
+
+    def create(
+        self, params: Any, *args: Any, model_state: Any = None
+    ) -> train_step.TrainState:
+        """Create the state of training where it belongs: split, on the mesh.
+
+        Args:
+            params: a tree of arrays, which stay valid; or a function that returns one.
+                The latter is compiled, and no device ever holds all of a split state.
+            *args: arguments of the function.
+            model_state: what the model keeps beside its parameters; True if the
+                function returns a pair (params, model_state).
+
+        Raises:
+            ConfigError: no parameters, or a split that the strategy does not know.
+
+        Example:
+            >>> import jax, jfleet, optax
+            >>> strategy = jfleet.DistributedStrategy(clip=True)
+            >>> opt = jfleet.distributed_optimizer(optax.adam(1e-3), strategy)
+            >>> state = opt.create(lambda key: jax.random.normal(key, (4,)),
+            ...                    jax.random.key(0))
+            >>> state.params.shape, int(state.step)
+            ((4,), 0)
+        """
+        return train_step.create(*self._parts(), params, *args, model_state=model_state)
+
+    def params(self, state: train_step.TrainState) -> Any:
+        """The parameters of a state: under localsgd, the mean of the replicas'."""
+        return train_step.averaged(*self._parts(), state).params
+
+    def model_state(self, state: train_step.TrainState) -> Any:
+        """The model state of a state: under localsgd, the mean of the replicas'."""
+        return train_step.averaged(*self._parts(), state).model_state
+
+    def _parts(self) -> tuple[Any, Resolution, Any]:
+        return self.base, self.resolution, self.mesh
 
     def transformation(
         self, *, axis_name: AxisName | None = None, totals: bool = False
@@ -122,7 +237,9 @@ class DistributedOptimizer(optax.GradientTransformationExtraArgs):
     def wrap_loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """Apply what the strategy does to the loss: recompute, then the casts of amp.
 
-        The result is not multiplied with the loss scale; see ``loss_scale``.
+        ``minimize`` does it by itself. In a step of your own it is up to you: without
+        it, ``update`` trains in full precision and recomputes nothing. The result is
+        not multiplied with the loss scale; see ``loss_scale``.
         """
         for wrap in self.resolution.loss_wrappers(self.base):
             loss_fn = wrap(loss_fn)
