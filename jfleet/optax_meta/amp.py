@@ -117,14 +117,26 @@ def dynamic_loss_scaling(
 
     def update(updates, state, params=None, **extra_args):
         found = collectives.pany(not_finite(updates), axis_name)
-        grads = jax.tree.map(lambda g: _unscaled(g, state.scale, found), updates)
-        new_updates, inner_state = common.update_in_own_types(
-            inner, grads, updates, state.inner, params, extra_args
-        )
+
+        def step(found):
+            grads = jax.tree.map(lambda g: _unscaled(g, state.scale, found), updates)
+            return common.update_in_own_types(
+                inner, grads, updates, state.inner, params, extra_args
+            )
+
         if on_overflow == "skip":
-            zeros = jax.tree.map(jnp.zeros_like, new_updates)
-            new_updates = common.select(found, zeros, new_updates)
-            inner_state = common.select(found, state.inner, inner_state)
+            shapes = jax.eval_shape(lambda: step(None))[0]
+            # The usual branch is the true one: XLA lets only that update in place.
+            new_updates, inner_state = collectives.cond(
+                ~found,
+                lambda: step(None),
+                lambda: (
+                    jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+                    state.inner,
+                ),
+            )
+        else:
+            new_updates, inner_state = step(found)
         scale, good, bad = _machine(state, found)
         return new_updates, LossScaleState(
             scale=scale,
@@ -168,11 +180,13 @@ def _as_float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if wider else x
 
 
-def _unscaled(g: jax.Array, scale: jax.Array, found: jax.Array) -> jax.Array:
+def _unscaled(g: jax.Array, scale: jax.Array, found: jax.Array | None) -> jax.Array:
+    """Divide by the scale; zero where ``found``."""
     if not common.is_float(g):
         return g
     g = common.wide(g)
-    return jnp.where(found, jnp.zeros_like(g), g / scale.astype(g.real.dtype))
+    unscaled = g / scale.astype(g.real.dtype)
+    return unscaled if found is None else jnp.where(found, jnp.zeros_like(g), unscaled)
 
 
 def loss_scale(opt_state: PyTree) -> jax.Array | float:
