@@ -1,10 +1,12 @@
-"""Write the tables of docs/composition.md and docs/errors.md from the code.
+"""Write docs/composition.md, docs/errors.md and docs/settings.md from the code.
 
     python docs/generate_tables.py
 
 A test compares the files with what this script would write.
 """
 
+import ast
+import dataclasses
 import itertools
 import pathlib
 import re
@@ -12,6 +14,7 @@ import warnings
 
 import optax
 
+from jfleet import _options, _placement_options
 from jfleet._builtin_rules import default_registry
 from jfleet._errors import ConfigError, JfleetError
 from jfleet.optimizer import optimizer
@@ -266,7 +269,40 @@ def errors():
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"composition.md": composition, "errors.md": errors}
+def blocks():
+    """Yield every options class with the documented text of its fields."""
+    for module in (_options, _placement_options):
+        for node in ast.parse(pathlib.Path(module.__file__).read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Configs"):
+                texts = {
+                    field.target.id: " ".join(text.value.value.split())
+                    for field, text in itertools.pairwise(node.body)
+                    if isinstance(field, ast.AnnAssign)
+                    and isinstance(text, ast.Expr)
+                    and isinstance(text.value, ast.Constant)
+                }
+                yield getattr(module, node.name), texts
+
+
+def settings():
+    """The page of every key of every ``*_configs`` block, with its default."""
+    lines = [
+        "# Every setting and its default",
+        "",
+        "Written by `docs/generate_tables.py` from the code; do not edit.",
+    ]
+    for options, texts in blocks():
+        summary = " ".join(options.__doc__.split("\n\n")[0].split())
+        lines += ["", f"## `{options.BLOCK}`", "", summary, ""]
+        lines += ["| key | default | must be | meaning |", "|---|---|---|---|"]
+        for field in dataclasses.fields(options):
+            rule = field.metadata["check"].rule.replace("|", "or")
+            text = texts[field.name].replace("|", "or")
+            lines.append(f"| `{field.name}` | `{field.default!r}` | {rule} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"composition.md": composition, "errors.md": errors, "settings.md": settings}
 
 
 if __name__ == "__main__":

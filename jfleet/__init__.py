@@ -16,6 +16,7 @@ from jfleet._errors import DonatedBufferError as DonatedBufferError
 from jfleet._errors import JfleetError as JfleetError
 from jfleet._errors import JfleetWarning as JfleetWarning
 from jfleet._errors import PlacementError as PlacementError
+from jfleet._gather import early_gathers as early_gathers
 from jfleet._gather import gather_at_use as gather_at_use
 from jfleet.distributed import DistributedOptimizer as DistributedOptimizer
 from jfleet.distributed import distributed_optimizer as distributed_optimizer
@@ -34,6 +35,8 @@ from jfleet.resolver import build as build
 from jfleet.resolver import default_registry as default_registry
 from jfleet.resolver import resolve as resolve
 from jfleet.strategy import DistributedStrategy as DistributedStrategy
+from jfleet.train_step import Metrics as Metrics
+from jfleet.train_step import TrainState as TrainState
 
 try:
     __version__ = _version("jfleet")

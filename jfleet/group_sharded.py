@@ -31,7 +31,6 @@ from jfleet._gather import rewrite
 from jfleet._layout import (
     ParamLayout,
     Policy,
-    is_explicit,
     named_sharding,
     param_layouts,
 )
@@ -345,8 +344,7 @@ class ShardedApply:
             self.fn if padding.is_empty else cut,
             self.specs_for,
             self.policy.mesh,
-            self.policy.optimizer_axes,
-            mode="gather" if self.policy.splits_params else "cotangent",
+            self.policy.axes,
         )
         return run(*args, **kwargs)
 
@@ -364,17 +362,14 @@ class ShardedApply:
             if layout is None or tuple(np.shape(leaf)) != layout.stored_param:
                 found.append(None)
             else:
-                by_level = layout.param if self.policy.splits_params else layout.grad
-                found.append(by_level.spec)
+                found.append(layout.param.spec)
         return found
 
 
 def sharded_apply(fn: Any, parts: Parts, policy: Policy) -> Any:
     """Wrap a forward function as the level asks; unwrap it first if need be."""
     fn = fn.fn if isinstance(fn, ShardedApply) else fn
-    if fn is None or not policy.splits_grads:
+    if fn is None or not policy.splits_params:
         return fn
-    if is_explicit(policy.mesh) and not policy.splits_params:
-        return fn  # there a gradient lies like its parameter, by type
     params = tuple((p.path, p.shape) for p in parts.of_kind(PARAMS))
     return ShardedApply(fn, policy, params)

@@ -3,7 +3,9 @@
 import ast
 import copy
 import inspect
+import pathlib
 import pickle
+import re
 import subprocess
 import sys
 
@@ -337,3 +339,27 @@ def test_import_needs_no_jax():
 
 
 SOURCE = inspect.getfile(_options).rsplit("/", 1)[0]
+
+
+DOCS = pathlib.Path(__file__).parent.parent / "docs"
+DOCUMENTED = {
+    (block, key): ast.literal_eval(default)
+    for block, table in re.findall(
+        r"^## `(\w+)`\n(.*?)(?=^## |\Z)",
+        (DOCS / "settings.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    for key, default in re.findall(r"^\| `(\w+)` \| `(.*?)` \|", table, re.MULTILINE)
+}
+
+
+def test_b108_every_key_is_documented_with_the_default_of_the_code():
+    coded = {
+        (name, key): value
+        for name in dir(DistributedStrategy())
+        if name.endswith("_configs")
+        for key, value in dict(getattr(DistributedStrategy(), name)).items()
+    }
+    assert coded.keys() == DOCUMENTED.keys()
+    for key, value in coded.items():
+        assert DOCUMENTED[key] == value, key
