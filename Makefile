@@ -29,7 +29,7 @@ lint: $(STAMP)
 	$(BIN)/codespell
 
 types: $(STAMP)
-	$(BIN)/pyrefly check
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 bench: $(STAMP)       ## ratios against hand-written JAX
 	$(BIN)/python benchmarks/levels.py

@@ -80,9 +80,12 @@ REDUCTIONS = frozenset(
 @_rule("convert_element_type")
 def _convert(eqn, dims, fabric):
     """Casting down comes before the gather (half the traffic), casting up after."""
+    return [dims] if _casts_down(eqn) else None
+
+
+def _casts_down(eqn: JaxprEqn) -> bool:
     old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    smaller = jnp.issubdtype(new, jnp.floating) and new.itemsize <= old.itemsize
-    return [dims] if smaller else None
+    return jnp.issubdtype(new, jnp.floating) and new.itemsize <= old.itemsize
 
 
 @_rule("copy", "copy_p", "pvary", "reduce_precision", "stop_gradient")
@@ -247,7 +250,7 @@ def narrows(eqn: JaxprEqn, shard: Shard) -> bool:
     if eqn.primitive.name != "convert_element_type" or not shard.pending:
         return False
     moved = all(e.primitive.name != "convert_element_type" for e in shard.pending)
-    return moved and _convert(eqn, shard.dims, None) is not None
+    return moved and _casts_down(eqn)
 
 
 def run_on_shards(
@@ -267,4 +270,5 @@ def run_on_shards(
     if not fabric.explicit:
         return bind(*values)
     shardings = [fabric.sharding(dims) for dims in out]
-    return jax.sharding.auto_axes(bind, out_sharding=shardings)(*values)
+    run: Any = jax.sharding.auto_axes(bind, out_sharding=shardings)
+    return run(*values)

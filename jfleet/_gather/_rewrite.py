@@ -295,7 +295,7 @@ class Rewriter:
         Every shard looks up all tokens in its features; one all-to-all then turns
         "all tokens, some features" into "some tokens, all features".
         """
-        batch = self.options.embedding
+        batch = self.options.embedding or ()
         rest = tuple(a for a in batch if a not in self.fabric.axes) or None
         tokens = primitive.constrain(ins[1], [rest], self.fabric)
         [rows] = equation_function(eqn)(ins[0].value, tokens, *ins[2:])

@@ -39,7 +39,8 @@ def run_leaves(
 
     values = [jax.numpy.asarray(leaves[i]) for i in sharded]
     fabric = rewriter.fabric
-    pairs = [(v, dims[i]) for v, i in zip(values, sharded, strict=True)]
+    split = [entry for entry in dims if entry is not None]
+    pairs = list(zip(values, split, strict=True))
     jaxpr = jax.make_jaxpr(flat)(*[_traced_as(fabric, v, d) for v, d in pairs])
     shards = [
         rewriter.shard(v, d, names[i]) for (v, d), i in zip(pairs, sharded, strict=True)

@@ -181,7 +181,7 @@ class FirstArgument:
     specs: tuple[tuple[Path, P], ...]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[P | None]:
-        wanted = {("0", "0", *path): spec for path, spec in self.specs}
+        wanted: dict[Path, P] = {("0", "0", *path): spec for path, spec in self.specs}
         paths = [path for path, _ in leaves_with_paths((args, kwargs))]
         if missing := sorted(wanted.keys() - set(paths)):
             names = listing(path_str(path[2:]) for path in missing)

@@ -50,7 +50,7 @@ def born(setup: Setup, params: Any, args: tuple, model_state: Any) -> TrainState
     if given:
         _warn_tied(params)
     whole = _Start(setup, tx, shapes, model_shapes)
-    if given:
+    if make is None:
         values = whole.placed(params, model_state)
     else:
         values = jax.jit(make, out_shardings=whole.first_shardings())(*args)

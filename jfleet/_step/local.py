@@ -27,8 +27,8 @@ class Gradient(NamedTuple):
     """What goes from the local region, or the global batch, to the update."""
 
     grads: Any  # of the scaled loss, reduced; own ones have a replica dim
-    loss: jax.Array
-    found_inf: jax.Array | None  # of the 16-bit reduction, where there is one
+    loss: Any  # array; a spec where the region is described
+    found_inf: Any  # None, or of the 16-bit reduction, where there is one
     model_state: Any
     replica_state: Any
     aux: Any
@@ -38,7 +38,7 @@ def local_gradient(
     layout: Layout,
     axes: Axes,
     form: LossForm,
-    wrap: Callable[[Callable, Any], Callable],
+    wrap: Callable[[Any], Callable[[Callable], Callable]],
     state: Any,
     batch: Any,
     rng: Any,

@@ -184,9 +184,8 @@ def exported_names(module):
             signature = inspect.signature(value)
         except (TypeError, ValueError):
             continue
-        if "GradientTransformation" in str(signature.return_annotation):
-            yield name
-        elif "learning_rate" in signature.parameters:
+        makes = "GradientTransformation" in str(signature.return_annotation)
+        if makes or "learning_rate" in signature.parameters:
             yield name
 
 

@@ -479,7 +479,9 @@ class TestBuffers:
         state, loss = step(state, data[0])
         live = sum(x.nbytes for x in jax.live_arrays())
         for batch in data[1:]:
-            state, loss = step(state, batch)
+            state, last = step(state, batch)
+        assert last.nbytes == loss.nbytes
+        del loss
         assert sum(x.nbytes for x in jax.live_arrays()) == live
         compiled = step.lower(state, data[0]).compile().memory_analysis()
         assert compiled.alias_size_in_bytes == device_bytes(state)

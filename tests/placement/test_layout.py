@@ -196,7 +196,7 @@ def test_optimizer_state_over_both_axes_of_a_hybrid_mesh():
 )
 def test_every_spec_is_valid(shape, sizes, small, kept):
     """Divides, uses no axis twice, is canonical, never grows an array."""
-    names = tuple(f"axis{i}" for i in range(len(sizes))) + ("model",)
+    names = (*(f"axis{i}" for i in range(len(sizes))), "model")
     mesh = AbstractMesh((*sizes, 2), names)
     base = P()
     if kept < len(shape) and shape[kept] % 2 == 0:
