@@ -51,6 +51,8 @@ def train(state, batches, *, donate=False, step=train_step):
     loss = None
     for batch in batches:
         state, loss = jitted(state, batch)
+        # Many queued steps can starve the collectives of simulated devices.
+        jax.block_until_ready(loss)
     return state, loss
 
 

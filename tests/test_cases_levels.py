@@ -189,7 +189,7 @@ def test_b73_masters_keep_what_bfloat16_rounds_away(level, mesh):
             lambda s: s.apply_gradients(grads=jax.tree.map(jnp.ones_like, s.params))
         )
         for _ in range(100):
-            state = step(state)
+            state = jax.block_until_ready(step(state))
         return state
 
     state = run(optax_meta.master_weights(optax.adam(1e-3)))

@@ -79,7 +79,7 @@ def run(tx, state, name, steps, mesh=None):
     state, value = step(state, batches[0])
     with count_compilations() as count:
         for rows in batches[1:]:
-            state, value = step(state, rows)
+            state, value = jax.block_until_ready(step(state, rows))
     return state, value, count.compilations
 
 
