@@ -349,12 +349,10 @@ def _check_replica_gradients(resolution: Resolution, scope: Axes) -> None:
 def _with_current_scale(updates, state, given, resolution: Resolution) -> Any:
     """Make gradients carry the scale that the state will divide them by."""
     if not resolution.scales_loss:
-        if given is not None:
-            raise ConfigError(
-                f"update got loss_scale={given!r}, but this strategy scales no loss; "
-                "drop the argument"
-            )
-        return updates
+        # A step that is written for every strategy passes its scale here too.
+        if given is None:
+            return updates
+        return jax.tree.map(lambda g: (g / given).astype(g.dtype), updates)
     if given is None:
         raise ConfigError(
             "amp divides gradients by the loss scale, so update must know what the "

@@ -108,7 +108,9 @@ def _placed(setup: Setup, batch: Any) -> Any:
                 return jax.device_put(leaf, NamedSharding(setup.mesh, where.spec))
         return shard_batch(leaf, mesh=setup.mesh, axis=axes)
 
-    check_rows(batch, 1, setup.num_micro)
+    # With several processes each has its own rows only.
+    replicas = max(setup.size(setup.data_axes) // jax.process_count(), 1)
+    check_rows(batch, replicas, setup.num_micro)
     return jax.tree.map(place, batch)
 
 

@@ -23,10 +23,19 @@ from jfleet._checkpoint.manifest import (
 from jfleet._errors import CheckpointError, ConfigTypeError
 
 
+def _shown(output: object) -> str:
+    """A path as it is; of anything else, such as a state, only the type."""
+    if isinstance(output, str | bytes | int | None):
+        return repr(output)
+    return f"{type(output).__qualname__} (is the state the other argument?)"
+
+
 def folder_of(output: str | os.PathLike[str]) -> epath.Path:
     """Return the absolute path of a checkpoint."""
     if not isinstance(output, str | os.PathLike) or not os.fspath(output):
-        raise ConfigTypeError(f"output must be the path of a folder, got {output!r}")
+        raise ConfigTypeError(
+            f"output must be the path of a folder, got {_shown(output)}"
+        )
     name = os.fspath(output)
     return epath.Path(name if "://" in name else os.path.abspath(name))
 

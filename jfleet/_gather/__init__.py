@@ -68,6 +68,9 @@ def gather_at_use(
         hoist_bytes: a weight that every iteration of a loop uses is gathered once,
             before the loop, up to this size, unless the loop body is rematerialised.
 
+    Call it outside of jit, where the parameters know where they lie; the result works
+    inside and outside.
+
     Returns:
         A callable with the signature of ``fn``.
 
@@ -87,7 +90,19 @@ def gather_at_use(
         Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
         Parameter Models, 2020, https://arxiv.org/abs/1910.02054
     """
+    if not callable(fn):
+        raise ConfigTypeError(
+            f"fn must be a function, got {type(fn).__qualname__}; wrap the function and"
+            " not its result: gather_at_use(loss_fn, params)(params, batch)"
+        )
     found = [(path, s) for path, s in _shardings(shardings) if s is not None]
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(shardings))
+    if not found and traced:
+        raise ConfigError(
+            "shardings must be of placed arrays, got tracers: inside jit an array does"
+            " not know where it lies; call gather_at_use outside and use the result"
+            " inside"
+        )
     if not found:
         raise ConfigError(
             "shardings must hold at least one NamedSharding, or an array placed with "

@@ -217,3 +217,13 @@ def test_wrapper_looks_like_the_function():
 def test_inputs_that_are_not_placed():
     host = jax.tree.map(np.asarray, params)
     checks.assert_close(jax.jit(jax.grad(wrapped))(host, x), gradient, 1e-5)
+
+
+def test_wrapping_a_result_is_refused():
+    with pytest.raises(TypeError, match="fn must be a function"):
+        gather_at_use(jnp.ones(()), {"w": jnp.ones(())})
+
+
+def test_wrapping_inside_jit_says_so():
+    with pytest.raises(ValueError, match="inside jit"):
+        jax.jit(lambda w: gather_at_use(jnp.sum, w)(w))(jnp.ones(8))
