@@ -72,7 +72,10 @@ def cond(
 
     Under ``shard_map`` a value is typed by the axes over which it differs. A branch
     that reduces and one that does not would then be rejected; both get the union.
+    Outside of a trace only the branch itself runs, operation by operation.
     """
+    if not isinstance(predicate, jax.core.Tracer):
+        return on_true() if predicate else on_false()
     return switch(jnp.asarray(predicate).astype(jnp.int32), [on_false, on_true])
 
 

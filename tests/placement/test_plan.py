@@ -123,7 +123,7 @@ def test_the_largest_model_is_planned_in_seconds_without_devices():
     """671 billion parameters in 100,000 leaves over 4,096 devices."""
     program = textwrap.dedent(
         """
-        import resource, time
+        import time
         import jax, optax, jfleet
         layers, per_layer = 1000, 100
         leaf = jax.ShapeDtypeStruct((2048, 3328), "float32")
@@ -139,7 +139,9 @@ def test_the_largest_model_is_planned_in_seconds_without_devices():
         )
         seconds = time.process_time() - start
         total = plan.total_bytes("params") // 4
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        # Not ru_maxrss: a child inherits that of the process that starts it.
+        status = open("/proc/self/status").read()
+        peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
         assert total > 670e9, total
         assert plan.device_bytes("params") < total * 4 / 1000
         assert peak < 2 * 2**30, peak
