@@ -690,7 +690,7 @@ def test_bad_arguments():
         step({"params": 1}, batch())
     with pytest.raises(ConfigError, match=r"'x' of shape .* multiple of 8"):
         step(state, batch(0, 28))
-    with pytest.raises(ConfigError, match="which 4 devices"):
+    with pytest.raises(ConfigError, match="which 4 replicas x 1 micro batches"):
         start()[1](start()[2], batch(0, 30))
     with pytest.raises(ConfigTypeError, match="scalar loss, got shape"):
         start(loss=lambda p, b: b["x"] @ p["w"])[1](state, batch())
