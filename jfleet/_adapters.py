@@ -193,9 +193,8 @@ def _nnx_parts(model: Any, optimizer: Any) -> Parts:
     def rebuild(values: Sequence[Any], tx: Any, apply_fn: Any) -> Any:
         new_model, new_optimizer = nnx.merge(graphdef, treedef.unflatten(values))
         new_optimizer.tx = tx
-        return type_of_pair((new_model, new_optimizer))
+        return new_model, new_optimizer
 
-    type_of_pair = tuple
     return Parts(leaves=tuple(leaves), tx=optimizer.tx, apply_fn=None, rebuild=rebuild)
 
 
