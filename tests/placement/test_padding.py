@@ -73,13 +73,13 @@ def test_values_layout_and_bytes(level, name, mesh):
     assert_trees_close(
         logical(state.params, want.params),
         jax.tree.map(np.asarray, want.params),
-        rtol=1e-4,
+        rtol=1e-5,
         atol=1e-6,
     )
     assert_trees_close(
         logical(state.opt_state, want.opt_state),
         jax.tree.map(np.asarray, want.opt_state),
-        rtol=1e-4,
+        rtol=1e-5,
         atol=1e-6,
     )
 
