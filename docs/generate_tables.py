@@ -14,9 +14,10 @@ import warnings
 
 import optax
 
-from jfleet import _options, _placement_options
-from jfleet._builtin_rules import default_registry
 from jfleet._errors import ConfigError, JfleetError
+from jfleet._resolving.builtin_rules import default_registry
+from jfleet._settings import options as _options
+from jfleet._settings import placement_options as _placement_options
 from jfleet.optimizer import optimizer
 from jfleet.resolver import resolve
 from jfleet.strategy import DistributedStrategy

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jfleet._adapters import Parts, take_apart
 from jfleet._errors import ConfigTypeError
 from jfleet._layout import named_sharding
-from jfleet._padding import fit
+from jfleet._placing.padding import fit
+from jfleet._states.adapters import Parts, take_apart
 from jfleet.optax_meta.sharding import ShardedTransformation
 from jfleet.plan import without_padding
 

@@ -16,7 +16,7 @@ Note [for a step builder]: ``resolution.local_axes`` are the axes that must be m
 (``shard_map``, with ``check_vma=False``); inside, ``transformation(axis_name=...)``
 does everything from the accumulation of gradients to the averaging of parameters, and
 its state is each replica's own. ``wrap_loss`` and ``loss_scale`` belong to the loss;
-``jfleet._placement.placement_policy`` says where things live, given the parameters.
+``_resolving.placement.placement_policy`` says where things live, given the parameters.
 ``gradient_merge_configs["sync"]`` may still be ``"auto"``: ``transformation`` takes it
 as ``"last"`` where axes are in scope. adaptive_localsgd needs ``value=loss``.
 """
@@ -31,11 +31,11 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jfleet import mesh as meshes
 from jfleet import train_step
-from jfleet._checks import SettingTypeError
 from jfleet._errors import ConfigError
-from jfleet._placement import needs_mesh, placed
-from jfleet._resolution import Resolution
-from jfleet._rules import Axes
+from jfleet._resolving.placement import needs_mesh, placed
+from jfleet._resolving.resolution import Resolution
+from jfleet._resolving.rules import Axes
+from jfleet._settings.checks import SettingTypeError
 from jfleet._types import AxisName
 from jfleet.optax_meta import loss_scale
 from jfleet.optax_meta.sharding import ShardedTransformation

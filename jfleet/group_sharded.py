@@ -17,15 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jfleet._adapters import (
-    OPT_STATE,
-    PARAMS,
-    Parts,
-    check_alive,
-    take_apart,
-    tied_params,
-)
-from jfleet._buffers import place
 from jfleet._errors import ConfigError, JfleetWarning, PlacementError, listing
 from jfleet._gather import rewrite
 from jfleet._layout import (
@@ -34,10 +25,19 @@ from jfleet._layout import (
     named_sharding,
     param_layouts,
 )
-from jfleet._match import ParamIndex
-from jfleet._padding import Padding, fit
-from jfleet._placed_state import can_pin, placed
-from jfleet._state_policy import make_policy
+from jfleet._placing.match import ParamIndex
+from jfleet._placing.padding import Padding, fit
+from jfleet._states.adapters import (
+    OPT_STATE,
+    PARAMS,
+    Parts,
+    check_alive,
+    take_apart,
+    tied_params,
+)
+from jfleet._states.buffers import place
+from jfleet._states.placed import can_pin, placed
+from jfleet._states.policy import make_policy
 from jfleet._tree import Path, is_array, leaves_with_paths, path_str
 from jfleet._types import AxisName
 from jfleet.optax_meta.sharding import sharding, state_sharding

@@ -12,8 +12,8 @@ from typing import Any
 
 import optax
 
-from jfleet._checks import SettingTypeError
 from jfleet._errors import ConfigError, nearest
+from jfleet._settings.checks import SettingTypeError
 
 KINDS = {
     optax.sgd: "sgd",

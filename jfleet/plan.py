@@ -12,13 +12,13 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jfleet._adapters import EXTRA, OPT_STATE, PARAMS, Leaf, Parts, take_apart
 from jfleet._errors import ConfigError
 from jfleet._layout import Decision, Policy, axes_size, entries_of, param_layouts
-from jfleet._match import ParamIndex, extra_decisions, optimizer_decisions
-from jfleet._padding import Padding, fit
+from jfleet._placing.match import ParamIndex, extra_decisions, optimizer_decisions
+from jfleet._placing.padding import Padding, fit
 from jfleet._plan_text import diff, table
-from jfleet._state_policy import fits, kept_spec, make_policy
+from jfleet._states.adapters import EXTRA, OPT_STATE, PARAMS, Leaf, Parts, take_apart
+from jfleet._states.policy import fits, kept_spec, make_policy
 from jfleet._tree import dtype_bytes, num_elements, path_str
 from jfleet._types import AxisName
 from jfleet.optax_meta.sharding import ShardedTransformation

@@ -13,14 +13,14 @@ from typing import Any
 
 import optax
 
-from jfleet import _auto
-from jfleet._axes import clash, data_axes, find_axes, size
-from jfleet._builtin_rules import default_registry, reduce_mean, times
-from jfleet._checks import FrozenDict, SettingTypeError
 from jfleet._errors import ConfigError, JfleetWarning
-from jfleet._request import Request
-from jfleet._resolution import Choice, Resolution
-from jfleet._rules import NESTING, Context, Registry, Rule
+from jfleet._resolving import auto as _auto
+from jfleet._resolving.axes import clash, data_axes, find_axes, size
+from jfleet._resolving.builtin_rules import default_registry, reduce_mean, times
+from jfleet._resolving.request import Request
+from jfleet._resolving.resolution import Choice, Resolution
+from jfleet._resolving.rules import NESTING, Context, Registry, Rule
+from jfleet._settings.checks import FrozenDict, SettingTypeError
 from jfleet._types import AxisName
 from jfleet.optimizer import Optimizer
 from jfleet.strategy import DistributedStrategy

@@ -10,10 +10,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jfleet import _options, _placement_options
-from jfleet._checks import FrozenDict, SettingTypeError
 from jfleet._errors import ConfigError, listing, nearest
-from jfleet._fleet_names import ELSEWHERE, KEYS_ELSEWHERE, UnknownSettingError
+from jfleet._settings import options as _options
+from jfleet._settings import placement_options as _placement_options
+from jfleet._settings.checks import FrozenDict, SettingTypeError
+from jfleet._settings.fleet_names import ELSEWHERE, KEYS_ELSEWHERE, UnknownSettingError
 
 JSON_VERSION = 1
 
@@ -117,8 +118,8 @@ class DistributedStrategy:
         >>> strategy.gradient_merg = True
         Traceback (most recent call last):
         ...
-        jfleet._fleet_names.UnknownSettingError: DistributedStrategy has no setting \
-'gradient_merg'; did you mean 'gradient_merge'?
+        jfleet._settings.fleet_names.UnknownSettingError: DistributedStrategy has no \
+setting 'gradient_merg'; did you mean 'gradient_merge'?
     """
 
     __slots__ = ("_extensions", "_options", "_switches")

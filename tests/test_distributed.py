@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jfleet
 from jfleet import mesh as meshes
 from jfleet._errors import ConfigError, JfleetWarning, PlacementError
-from jfleet._placement import needs_mesh, placement_policy
+from jfleet._resolving.placement import needs_mesh, placement_policy
 from jfleet.distributed import DistributedOptimizer, distributed_optimizer
 from jfleet.optimizer import optimizer
 from jfleet.strategy import SWITCHES, DistributedStrategy

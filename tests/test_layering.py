@@ -11,14 +11,14 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "jfleet"
 # import from one another.
 ROWS = [
     ["_errors", "_types"],
-    ["_tree", "_checks", "_fleet_names", "_hlo"],
-    ["_options", "_placement_options", "_layout", "_buffers", "_plan_text"],
-    ["strategy", "mesh", "_match", "_gather"],
-    ["_padding", "_policy"],
-    ["optax_meta", "_adapters", "optimizer", "_rules", "_auto"],
-    ["_axes", "_builtin_rules", "_state_policy", "_placed_state"],
-    ["_request", "_resolution"],
-    ["resolver", "_placement", "plan"],
+    ["_tree", "_settings", "_hlo"],
+    ["_layout", "_plan_text"],
+    ["strategy", "mesh", "_gather"],
+    ["_placing"],
+    ["optax_meta", "optimizer"],
+    ["_states"],
+    ["_resolving"],
+    ["resolver", "plan"],
     ["_step"],
     ["train_step"],
     ["distributed"],
@@ -73,7 +73,14 @@ def test_file_is_short(path):
 
 @pytest.mark.parametrize(
     "name",
-    ["strategy", "_checks", "_options", "_placement_options", "_fleet_names", "_types"],
+    [
+        "strategy",
+        "_types",
+        "_settings/checks",
+        "_settings/options",
+        "_settings/placement_options",
+        "_settings/fleet_names",
+    ],
 )
 def test_strategies_need_no_jax(name):
     text = (PACKAGE / f"{name}.py").read_text()

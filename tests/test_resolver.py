@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from jfleet._builtin_rules import default_registry
 from jfleet._errors import ConfigError, JfleetWarning
-from jfleet._rules import Registry, Rule
+from jfleet._resolving.builtin_rules import default_registry
+from jfleet._resolving.rules import Registry, Rule
 from jfleet.optimizer import Optimizer, optimizer
 from jfleet.resolver import build, resolve
 from jfleet.strategy import SWITCHES, DistributedStrategy

@@ -15,8 +15,8 @@ import numpy as np
 import optax
 import pytest
 
-from jfleet._builtin_rules import default_registry
 from jfleet._errors import ConfigError
+from jfleet._resolving.builtin_rules import default_registry
 from jfleet.optimizer import optimizer
 from jfleet.resolver import build, resolve
 from jfleet.strategy import SWITCHES, DistributedStrategy

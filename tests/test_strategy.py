@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jfleet import _options, _placement_options, optax_meta
+from jfleet import optax_meta
 from jfleet._errors import ConfigError
-from jfleet._fleet_names import ELSEWHERE, KEYS_ELSEWHERE, UnknownSettingError
+from jfleet._settings import options as _options
+from jfleet._settings import placement_options as _placement_options
+from jfleet._settings.fleet_names import ELSEWHERE, KEYS_ELSEWHERE, UnknownSettingError
 from jfleet.optax_meta.recompute import POLICIES
 from jfleet.strategy import OPTIONS, SETTINGS, SWITCHES, DistributedStrategy
 
@@ -338,7 +340,7 @@ def test_import_needs_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-SOURCE = inspect.getfile(_options).rsplit("/", 1)[0]
+SOURCE = str(pathlib.Path(inspect.getfile(_options)).parent.parent)
 
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"

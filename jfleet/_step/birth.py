@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jfleet._adapters import take_apart, tied_params
-from jfleet._buffers import own, place
 from jfleet._errors import ConfigError, ConfigTypeError, JfleetWarning, listing
 from jfleet._layout import Policy
+from jfleet._states.adapters import take_apart, tied_params
+from jfleet._states.buffers import own, place
 from jfleet._step import replicas
 from jfleet._step.layout import Layout, layout_of
 from jfleet._step.setup import Setup

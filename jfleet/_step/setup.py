@@ -9,10 +9,10 @@ import optax
 from jax.sharding import AxisType, Mesh
 
 from jfleet import optax_meta as meta
-from jfleet._builtin_rules import TABLE
 from jfleet._errors import ConfigError
-from jfleet._placement import placement_policy
-from jfleet._resolution import Resolution
+from jfleet._resolving.builtin_rules import TABLE
+from jfleet._resolving.placement import placement_policy
+from jfleet._resolving.resolution import Resolution
 from jfleet._types import AxisName
 from jfleet.mesh import batch_axes, current_mesh
 from jfleet.optax_meta.sharding import sharding

@@ -30,9 +30,9 @@ from jfleet._layout import (
     named_sharding,
     param_layouts,
 )
-from jfleet._match import ParamIndex, optimizer_decisions
-from jfleet._padding import Padding
-from jfleet._policy import checked_policy
+from jfleet._placing.match import ParamIndex, optimizer_decisions
+from jfleet._placing.padding import Padding
+from jfleet._placing.policy import checked_policy
 from jfleet._tree import Path, is_array, leaves_with_paths, path_str
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
-from jfleet._auto import Problem
-from jfleet._axes import data_axes, find_axes, size
 from jfleet._errors import ConfigError
-from jfleet._options import SCALE_KEYS
-from jfleet._rules import Axes, Registry, Rule
+from jfleet._resolving.auto import Problem
+from jfleet._resolving.axes import data_axes, find_axes, size
+from jfleet._resolving.rules import Axes, Registry, Rule
+from jfleet._settings.options import SCALE_KEYS
 from jfleet._tree import abstract, leaf_bytes
 from jfleet.optimizer import Optimizer
 from jfleet.strategy import OPTIONS, SWITCHES, DistributedStrategy

@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jfleet import _checks as c
-from jfleet._checks import FrozenDict, check_fields, option
 from jfleet._errors import ConfigError
+from jfleet._settings import checks as c
+from jfleet._settings.checks import FrozenDict, check_fields, option
 
 
 def _outer(value: Any) -> FrozenDict:

@@ -22,8 +22,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from jfleet._checks import FrozenDict, SettingTypeError
 from jfleet._errors import ConfigError, listing, nearest
+from jfleet._settings.checks import FrozenDict, SettingTypeError
 
 PHASES = (
     "loss",

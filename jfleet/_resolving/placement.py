@@ -7,11 +7,11 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from jfleet._adapters import PARAMS, Leaf, Parts, take_apart
 from jfleet._errors import JfleetWarning, PlacementError, listing
 from jfleet._layout import Policy, canonical, check_spec, entries_of
-from jfleet._resolution import Resolution
-from jfleet._state_policy import make_policy
+from jfleet._resolving.resolution import Resolution
+from jfleet._states.adapters import PARAMS, Leaf, Parts, take_apart
+from jfleet._states.policy import make_policy
 from jfleet._tree import Path, path_str
 from jfleet.optax_meta.sharding import sharding
 from jfleet.strategy import DistributedStrategy

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import optax
 
-from jfleet import _options as o
-from jfleet import _placement_options as p
 from jfleet import optax_meta as meta
 from jfleet._errors import ConfigError, nearest
-from jfleet._rules import Context, Registry, Rule
+from jfleet._resolving.rules import Context, Registry, Rule
+from jfleet._settings import options as o
+from jfleet._settings import placement_options as p
 from jfleet.optax_meta import amp
 
 

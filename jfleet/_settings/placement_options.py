@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jfleet import _checks as c
-from jfleet._checks import check_fields, option
 from jfleet._errors import ConfigError, nearest
+from jfleet._settings import checks as c
+from jfleet._settings.checks import check_fields, option
 from jfleet._types import LEVELS
 
 STAGES = {1: "os", 2: "os_g", 3: "p_g_os"}

@@ -6,10 +6,10 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfleet._adapters import PARAMS, Leaf, Parts, mesh_of
 from jfleet._errors import PlacementError
 from jfleet._layout import Policy, canonical, check_spec, entries_of
-from jfleet._policy import check_level, checked_policy
+from jfleet._placing.policy import check_level, checked_policy
+from jfleet._states.adapters import PARAMS, Leaf, Parts, mesh_of
 from jfleet._tree import Path
 from jfleet.mesh import current_mesh
 from jfleet.optax_meta.sharding import ShardedTransformation

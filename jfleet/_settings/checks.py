@@ -227,8 +227,8 @@ class FrozenDict(Mapping):
     >>> options["k_steps"] = 8
     Traceback (most recent call last):
     ...
-    jfleet._checks.SettingTypeError: gradient_merge_configs is read-only; assign a \
-dict to change it: strategy.gradient_merge_configs = {'k_steps': 8}
+    jfleet._settings.checks.SettingTypeError: gradient_merge_configs is read-only; \
+assign a dict to change it: strategy.gradient_merge_configs = {'k_steps': 8}
     """
 
     __slots__ = ("_items", "_name")

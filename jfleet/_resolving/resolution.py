@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jfleet._builtin_rules import fixed_scale
-from jfleet._checks import FrozenDict
-from jfleet._rules import Axes, Context, Rule
+from jfleet._resolving.builtin_rules import fixed_scale
+from jfleet._resolving.rules import Axes, Context, Rule
+from jfleet._settings.checks import FrozenDict
 
 JSON_VERSION = 1
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from jfleet._errors import ConfigError
-from jfleet._rules import Axes, Rule
+from jfleet._resolving.rules import Axes, Rule
 from jfleet.mesh import batch_axes, shard_axes
 
 

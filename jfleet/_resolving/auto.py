@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jfleet._placement_options import AutoConfigs
+from jfleet._settings.placement_options import AutoConfigs
 
 MEMORY_SHARE = 0.9
 """Share of the device memory that may be planned; the rest is workspace."""

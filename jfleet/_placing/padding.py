@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jfleet._layout import ParamLayout
-from jfleet._match import ParamIndex
+from jfleet._placing.match import ParamIndex
 from jfleet._tree import Path, leaves_with_paths
 
 

@@ -1,0 +1,1 @@
+"""Settings of a strategy: their types, checks and names. No jax here."""

@@ -1,0 +1,1 @@
+"""What training states look like, and how they are placed."""
