@@ -206,13 +206,13 @@ class _Step:
         policy = layout.policy
         if policy is None or not policy.splits_grads:
             # The sum of a window is whole on every device: one reduction is enough.
-            return (
-                setup.data_axes if setup.num_micro > 1 and setup.sync == "auto" else ()
-            )
+            several = setup.num_micro > 1 and setup.size(setup.data_axes) > 1
+            return setup.data_axes if several and setup.sync == "auto" else ()
         # Only a reduce-scatter by hand shows the saving of os_g on every backend.
         one_axis = policy.axes == policy.optimizer_axes == setup.data_axes
         fits = policy.level == "os_g" and one_axis and len(policy.axes) == 1
-        return policy.axes if fits and setup.num_micro == 1 else ()
+        several = setup.size(policy.axes) > 1
+        return policy.axes if fits and several and setup.num_micro == 1 else ()
 
     def _global(
         self, layout: Layout, state: TrainState, batch: Any, rng: Any, scale: Any

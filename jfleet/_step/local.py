@@ -170,14 +170,16 @@ class _Region:
         return grads, collectives.pmean(sums.total * share, self.others)
 
     def _reduced(self, grads: Any, replica_state: Any) -> tuple[Any, Any, Any]:
-        reducer, specs = self.setup.reducer(), self.layout.grads
+        specs, done = self.layout.grads, self.setup.reducer_axes
+        flat_specs = jax.tree.leaves(specs)
+        reducer = self.setup.reducer(
+            lambda g, i: reduce.sum_leaf(g, flat_specs[i], done)
+        )
         if reducer is None:
             return reduce.mean(grads, specs, self.others), None, None
         before = jax.tree.map(lambda x: x[0] if x.ndim else x, replica_state)
         grads, after = reducer.update(grads, before)
-        done = self.setup.reducer_axes
         rest = tuple(a for a in self.others if a not in done)
-        grads = jax.tree.map(lambda g, s: reduce.own_part(g, s, done), grads, specs)
         kept = jax.tree.map(lambda s: _only(s, rest), specs)
         # A step is skipped everywhere or nowhere.
         found = collectives.pany(after.found_inf, (*rest, *self.own) or None)

@@ -37,7 +37,7 @@ def scattered_spec(spec: PartitionSpec, num_dims: int, axes: Axes) -> list[Axes]
 def mean(grads: Any, specs: Any, axes: Axes) -> Any:
     """Mean over ``axes`` in float32 or wider, split as ``specs`` say."""
     if not axes:
-        return jax.tree.map(lambda g, s: own_part(g, s, axes), grads, specs)
+        return grads
     leaves, treedef = jax.tree.flatten(grads)
     parts = [
         scattered_spec(s, g.ndim, axes)
@@ -76,9 +76,12 @@ def _scatter_leaf(g: jax.Array, part: list[Axes]) -> jax.Array:
     return g
 
 
-def own_part(g: jax.Array, spec: PartitionSpec, axes: Axes) -> jax.Array:
-    """What this device keeps of a whole gradient that is reduced already."""
-    return _slice(g, scattered_spec(spec, g.ndim, axes))
+def sum_leaf(g: jax.Array, spec: PartitionSpec, axes: Axes) -> jax.Array:
+    """Sum one gradient over ``axes`` in its own dtype, split as its spec says."""
+    part = scattered_spec(spec, g.ndim, axes)
+    if not scatter_is_safe():
+        return _slice(jax.lax.psum(g, axes), part)
+    return _scatter([g], [part], axes)[0]
 
 
 def _slice(g: jax.Array, part: list[Axes]) -> jax.Array:

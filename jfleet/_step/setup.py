@@ -145,8 +145,8 @@ class Setup:
             loss = wrap(loss)
         return loss
 
-    def reducer(self) -> Any:
-        """The 16-bit mean over ``reducer_axes``, or None."""
+    def reducer(self, sum_leaf: Callable[[Any, int], Any] | None = None) -> Any:
+        """The 16-bit mean over ``reducer_axes``, or None; see ``fp16_allreduce``."""
         options = self._options("fp16_allreduce")
         if options is None:
             return None
@@ -158,6 +158,7 @@ class Setup:
             error_feedback=options.error_feedback,
             on_overflow="pass",
             axis_name=self.reducer_axes or None,
+            sum_leaf=sum_leaf if self.reducer_axes else None,
         )
 
     @property

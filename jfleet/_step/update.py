@@ -142,7 +142,10 @@ def _shown(setup: Setup, opt_state: Any, gradient: Gradient, scale: Any) -> Show
     if clip is not None:
         norm, factor = clip.norm, clip.factor
     else:
-        norm = global_norm(gradient.grads, exclude=setup.clip_exclude())
+        # Nothing depends on it. A branch for extreme numbers would hold the gradient,
+        # and squares shared with the optimizer would be written out to memory.
+        grads = jax.lax.optimization_barrier(gradient.grads)
+        norm = global_norm(grads, exclude=setup.clip_exclude(), plain=True)
         norm = norm * setup.num_summed / jnp.asarray(scale, norm.dtype)
         unknown = find(opt_state, DgcState) is not None and "clip" in setup.resolution
         factor = jnp.full_like(norm, jnp.nan if unknown else 1)

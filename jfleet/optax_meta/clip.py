@@ -93,8 +93,13 @@ def global_norm(
     exclude: common.Rule = (),
     axis_name: AxisName | None = None,
     replicated: common.Rule = (),
+    plain: bool = False,
 ) -> jax.Array:
-    """Return the norm over all floating leaves; arguments as above."""
+    """Return the norm over all floating leaves; arguments as above.
+
+    With ``plain`` it is the root of the sum of squares as it comes, which costs one pass
+    over the tree and needs no branch, but is infinite beyond 1e19 in float32.
+    """
     rows = zip(
         jax.tree.leaves(tree),
         jax.tree.leaves(common.mask_of(exclude, tree, "exclude")),
@@ -103,7 +108,7 @@ def global_norm(
     )
     rows = [(x, whole) for x, skip, whole in rows if not skip and common.is_float(x)]
     split = [bool(axis_name) and not whole for _, whole in rows]
-    return total_norm([x for x, _ in rows], split, axis_name)
+    return total_norm([x for x, _ in rows], split, axis_name, plain=plain)
 
 
 def scaled(leaf: Any, factor: jax.Array) -> Any:

@@ -8,6 +8,7 @@ avoids both overflow and underflow; error feedback carries the rounding to the n
 step. Only gradients of 32 bits or more are cast, others are averaged as they are.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -48,6 +49,7 @@ def fp16_allreduce(
     error_feedback: bool = False,
     on_overflow: str = "skip",
     axis_name: AxisName | None = None,
+    sum_leaf: Callable[[jax.Array, int], jax.Array] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Average gradients over ``axis_name`` in 16 bits, then run ``inner``.
 
@@ -67,6 +69,8 @@ def fp16_allreduce(
       on_overflow: ``"skip"`` leaves parameters and state as they are in a step whose
         reduced gradient is not finite; ``"pass"`` hands it on.
       axis_name: axis of the replicas.
+      sum_leaf: how leaf number i is summed, ``sum_leaf(x, i)``; default an all-reduce. A
+        reduce-scatter may return one part of the sum, which ``inner`` then gets.
 
     Raises:
       ConfigError: if a choice is unknown.
@@ -90,6 +94,17 @@ def fp16_allreduce(
     common.check_choice("on_overflow", on_overflow, ("skip", "pass"))
     common.check_axis_name(axis_name)
     wire = jnp.dtype(DTYPES[dtype])
+    scattered = sum_leaf is not None
+
+    def total_of(x: jax.Array, i: int) -> jax.Array:
+        return collectives.psum(x, axis_name) if sum_leaf is None else sum_leaf(x, i)
+
+    def plain_mean(x: jax.Array, i: int) -> jax.Array:
+        if sum_leaf is None or not common.is_float(x):
+            return collectives.pmean(x, axis_name)
+        return (sum_leaf(common.wide(x), i) / collectives.size(axis_name)).astype(
+            x.dtype
+        )
 
     def is_cast(x) -> bool:
         floating = jnp.issubdtype(x.dtype, jnp.floating)
@@ -109,7 +124,9 @@ def fp16_allreduce(
 
     def update(updates, state, params=None, **extra_args):
         if jnp.finfo(wire).bits >= 32:
-            reduced = collectives.pmean(updates, axis_name)
+            leaves, treedef = jax.tree.flatten(updates)
+            means = [plain_mean(x, i) for i, x in enumerate(leaves)]
+            reduced = treedef.unflatten(means)
             new, inner_state = inner.update(reduced, state.inner, params, **extra_args)
             return new, state._replace(inner=inner_state)
         reduced, residual, found = _reduced(updates, state.residual)
@@ -136,17 +153,19 @@ def fp16_allreduce(
         ]
         scales = _scales([g for g, c in zip(sums, cast, strict=True) if c])
         out, left = [], []
-        for g, e, c in zip(sums, carried, cast, strict=True):
+        for i, (g, e, c) in enumerate(zip(sums, carried, cast, strict=True)):
             if not c:
-                out.append(collectives.pmean(g, axis_name))
+                out.append(plain_mean(g, i))
                 left.append(None)
                 continue
-            mean, rest = _reduce_leaf(g, scales.pop(0))
+            mean, rest = _reduce_leaf(g, scales.pop(0), i)
             out.append(mean)
             left.append(None if e is None else rest)
-        # Every replica holds the same sums, so all agree without asking.
+        # Where every replica holds the same sums, all agree without asking.
         flags = [~jnp.all(jnp.isfinite(x)) for x, c in zip(out, cast, strict=True) if c]
         found = jnp.any(jnp.stack(flags)) if flags else jnp.zeros((), bool)
+        if scattered and flags:
+            found = collectives.pany(found, axis_name)
         return treedef.unflatten(out), treedef.unflatten(left), found
 
     def _scales(leaves: list[jax.Array]) -> list[Any]:
@@ -161,7 +180,7 @@ def fp16_allreduce(
         scales = jnp.where(usable, jnp.ldexp(jnp.ones_like(ratio), exponent - 1), 1)
         return list(scales)
 
-    def _reduce_leaf(g: jax.Array, by: Any) -> tuple[jax.Array, jax.Array]:
+    def _reduce_leaf(g: jax.Array, by: Any, i: int) -> tuple[jax.Array, jax.Array]:
         """Return the mean over the replicas, and what this one's rounding lost of g."""
         num = collectives.size(axis_name)
         by = jnp.asarray(by, g.dtype)
@@ -172,7 +191,7 @@ def fp16_allreduce(
             sent = round_to(round_to(scaled, wire) / num, wire)
         else:
             sent = round_to(scaled, wire)
-        total = collectives.psum(sent.astype(wire), axis_name).astype(g.dtype)
+        total = total_of(sent.astype(wire), i).astype(g.dtype)
         total = round_to(total, wire)
         if order == "sum_then_scale":
             return round_to(total / num, wire) / by, g - sent / by

@@ -138,9 +138,12 @@ def test_dgc_sends_values_and_indices():
 @pytest.mark.parametrize("level", [None, "os_g", "p_g_os"])
 def test_fp16_allreduce_is_16_bits_wide(level):
     found = run(("fp16_allreduce",), level, data=4)
-    gradients = [c for c in of_kind(found, *REDUCTIONS) if c.bytes > SMALL]
-    assert {c.dtype for c in gradients} == {"f16"}
+    reductions = of_kind(found, *REDUCTIONS)
+    gradients = [c for c in reductions if c.dtype == "f16"]
+    assert all(c.bytes <= SMALL for c in reductions if c.dtype != "f16")
     assert sum(c.bytes for c in gradients) == PARAM_BYTES // 2
+    kind = "all-reduce" if level is None else "reduce-scatter"
+    assert {c.kind for c in gradients} == {kind}
 
 
 def test_between_old_processes_nothing_is_scattered(monkeypatch):

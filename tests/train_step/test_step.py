@@ -81,8 +81,6 @@ def test_the_documented_snippet(monkeypatch):
 @pytest.mark.parametrize("level", ["os_g", "p_g_os"])
 @pytest.mark.parametrize(("names", "mesh"), KINDS)
 def test_step_two_compiles_nothing_and_nothing_moves(names, mesh, level):
-    if "fp16_allreduce" in names and level == "os_g":
-        level = "os"
     opt, step, state = start(names, level, mesh=mesh)
     before = jax.tree.map(lambda x: (x.sharding, x.shape, x.dtype), state)
     batches = [batch(i, 64) for i in range(3)]
