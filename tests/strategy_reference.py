@@ -16,6 +16,7 @@ KEPT = 0.5  # dgc sends half of each tensor
 COEFF, LARS_DECAY = 0.2, 0.02
 B1, B2, EPS, LAMB_DECAY = 0.9, 0.999, 1e-8, 0.03
 INIT_K, MAX_K = 2, 4
+OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.8
 LOCAL = {"localsgd", "adaptive_localsgd"}
 
 
@@ -111,6 +112,8 @@ class Run:
         self.scale = scale
         self.window, self.t = [], 0
         self.last, self.k, self.first_loss = BEGIN, INIT_K, None
+        self.anchor = {key: np.array(x, np.float64) for key, x in params.items()}
+        self.speed = {key: np.zeros_like(x) for key, x in self.anchor.items()}
 
     def micro(self, grads, losses):
         """``grads[replica][shard]`` is a tree, ``losses[replica]`` a number."""
@@ -154,6 +157,15 @@ class Run:
         for replica in self.replicas:
             replica.w = {key: w - RATE * step[key] for key, w in replica.w.items()}
 
+    def _outer(self, middle):
+        """Nesterov momentum on what the replicas moved on average (DiLoCo)."""
+        for key, old in self.anchor.items():
+            moved = old - middle[key]
+            self.speed[key] = OUTER_MOMENTUM * self.speed[key] + moved
+            step = OUTER_MOMENTUM * self.speed[key] + moved
+            self.anchor[key] = old - OUTER_RATE * step
+        return self.anchor
+
     def _meet(self, losses):
         loss = sum(losses) / len(losses)
         self.first_loss = loss if self.t == 1 else self.first_loss
@@ -162,6 +174,8 @@ class Run:
             return
         self.last = self.t
         middle = mean([replica.w for replica in self.replicas])
+        if "outer" in self.names:
+            middle = self._outer(middle)
         for replica in self.replicas:
             replica.w = dict(middle)
         if self.t > BEGIN:

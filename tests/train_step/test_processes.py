@@ -1,111 +1,98 @@
-"""The same steps on one process with four devices and on two with two each."""
-
-import os
-import socket
-import subprocess
-import sys
+"""The same steps on one process with eight devices, on two and on four processes."""
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental import multihost_utils
 
+from jfleet.processes import to_host
+from tests.processes import start
 from tests.train_step import oracle
 
 pytestmark = pytest.mark.multiprocess
 
-DATA, GRID = {"data": 4}, {"replica": 2, "shard": 2}
+DATA, GRID = {"data": 8}, {"replica": 2, "shard": 4}
+# In float64, but for what works on 16 or 32 bits by its nature.
 CASES = {
-    "plain": ((), None, DATA),
+    "os": (("clip",), "os", DATA),
     "os_g": (("clip",), "os_g", DATA),
     "p_g_os": (("clip",), "p_g_os", DATA),
-    "merged": (("gradient_merge",), "os_g", DATA),
+    "merged": (("gradient_merge", "clip"), "os_g", DATA),
     "fp16": (("fp16_allreduce",), "os_g", DATA),
-    "localsgd": (("localsgd",), "p_g_os", GRID),
+    "localsgd": (("localsgd",), "os_g", GRID),
     "dgc": (("dgc",), "os_g", GRID),
 }
-STEPS = 3
-SCRIPT = f"""
-import sys
-sys.path[:0] = {[p for p in sys.path if p]!r}
-import jax
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-port, rank, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-jax.distributed.initialize(f"127.0.0.1:{{port}}", 2, rank)
-from tests.train_step.test_processes import run_all
-run_all(out if rank == 0 else None)
+SLOW_CASES = {
+    "plain": ((), None, DATA),
+    "each": (("gradient_merge",), "p_g_os", DATA),
+    "hybrid": (("clip",), "p_g_os", GRID),
+    "amp": (("amp", "gradient_merge"), "p_g_os", GRID),
+    "localsgd_p_g_os": (("localsgd",), "p_g_os", GRID),
+    "adaptive": (("adaptive_localsgd",), "os_g", GRID),
+    "dgc_p_g_os": (("dgc",), "p_g_os", GRID),
+}
+SYNC = {"merged": "last", "each": "each"}
+TOLERANCE = {"fp16": float(np.finfo(np.float16).eps), "dgc": 1e-6, "dgc_p_g_os": 1e-6}
+STEPS = 4  # localsgd has a step without and one with synchronisation
+SCRIPT = """
+from tests.train_step import test_processes as cases
+found = cases.run_all({**cases.CASES, **(cases.SLOW_CASES if sys.argv[2] else {})})
+if jax.process_index() == 0:
+    np.savez(sys.argv[1], **found)
 """
 
 
-def run_case(names, level, mesh):
-    sync = {"gradient_merge_configs": {"sync": "last"}}
-    configs = sync if "gradient_merge" in names else {}
-    opt = oracle.make_optimizer(names, level, oracle.mesh_of(**mesh), **configs)
-    step = opt.minimize(oracle.loss_fn)
-    state = opt.create(oracle.params(np.float32))
-    rank, count = jax.process_index(), jax.process_count()
-    for number in range(STEPS):
-        whole = oracle.batch(number, 32, np.float32)
-        rows = {k: np.split(x, count)[rank] for k, x in whole.items()}
-        state, metrics = step(state, rows)
-    params = opt.params(state)
-    if count > 1:
-        params = multihost_utils.process_allgather(params, tiled=True)
+def run_case(name, names, level, shape):
+    dtype = np.float64 if TOLERANCE.get(name, 0) == 0 else np.float32
+    with jax.enable_x64(dtype is np.float64):
+        configs = {}
+        if name in SYNC:
+            configs["gradient_merge_configs"] = {"sync": SYNC[name]}
+        opt = oracle.make_optimizer(names, level, oracle.mesh_of(**shape), **configs)
+        step = opt.minimize(oracle.loss_fn)
+        state = opt.create(oracle.params(dtype))
+        rank, count = jax.process_index(), jax.process_count()
+        losses, norms = [], []
+        for number in range(STEPS):
+            whole = oracle.batch(number, 64, dtype)
+            rows = {k: np.split(x, count)[rank] for k, x in whole.items()}
+            state, metrics = step(state, rows)
+            losses.append(float(metrics.loss))
+            norms.append(float(metrics.grad_norm))
+        mean = to_host(opt.params(state))  # state.params are those of every replica
+        found = {**to_host(state.params), "mean_w": mean["w"], "mean_b": mean["b"]}
+        return {**found, "loss": losses, "norm": norms}
+
+
+def run_all(cases):
     return {
-        "w": np.asarray(params["w"]),
-        "b": np.asarray(params["b"]),
-        "loss": np.asarray(metrics.loss),
-        "norm": np.asarray(metrics.grad_norm),
-    }
-
-
-def run_all(out):
-    found = {
         f"{name}/{key}": value
-        for name, case in CASES.items()
-        for key, value in run_case(*case).items()
+        for name, case in cases.items()
+        for key, value in run_case(name, *case).items()
     }
-    if out is not None:
-        np.savez(out, **found)
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((2, 4), id="2x4"),
+        pytest.param((4, 2), id="4x2", marks=pytest.mark.slow),
+    ],
+)
+def several(request, tmp_path_factory):
+    """What processes x devices compute, for the cases that are run."""
+    slow = any("slow" in item.keywords for item in request.session.items)
     out = tmp_path_factory.mktemp("processes") / "found.npz"
-    port = free_port()
-    env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(port), str(rank), str(out)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        texts = [p.communicate(timeout=300)[0] for p in running]
-    finally:
-        for p in running:
-            p.kill()
-    assert [p.returncode for p in running] == [0, 0], "\n".join(texts)
+    count, devices = request.param
+    start.run(SCRIPT, out, "slow" if slow else "", count=count, devices=devices)
     return np.load(out)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_processes_compute_what_one_does(two_processes, name):
-    # The order of a 16-bit sum of four numbers is open.
-    unit = float(np.finfo(np.float16).eps) if name == "fp16" else 1e-6
-    for key, value in run_case(*CASES[name]).items():
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW_CASES)]
+)
+def test_several_processes_compute_what_one_does(several, name):
+    tolerance = TOLERANCE.get(name, 1e-12)
+    for key, value in run_case(name, *{**CASES, **SLOW_CASES}[name]).items():
         np.testing.assert_allclose(
-            two_processes[f"{name}/{key}"], value, 10 * unit, unit, err_msg=key
+            several[f"{name}/{key}"], value, 10 * tolerance, tolerance, err_msg=key
         )
