@@ -50,7 +50,8 @@ def rope(x: jax.Array) -> jax.Array:
     angle = jnp.arange(num_positions)[:, None] * frequency[None, :]
     cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
     a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    turned = [a * cos - b * sin, b * cos + a * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
 def block(x: jax.Array, w: Any, num_heads: int) -> jax.Array:

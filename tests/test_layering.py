@@ -12,7 +12,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "jfleet"
 ROWS = [
     ["_errors", "_types"],
     ["_tree", "_settings", "_hlo"],
-    ["_layout", "_plan_text"],
+    ["_layout", "_plan_text", "processes"],
     ["strategy", "mesh", "_gather"],
     ["_placing"],
     ["optax_meta", "optimizer"],
@@ -25,11 +25,12 @@ ROWS = [
     ["group_sharded", "_logical"],
     ["_checkpoint"],
     ["save"],
+    ["_commands"],
     ["cli", "__init__", "__main__"],
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 MAX_FILE_LINES = 400
-FENCED = {"orbax": {"_checkpoint"}, "argparse": {"cli"}}
+FENCED = {"orbax": {"_checkpoint"}, "argparse": {"cli", "_commands"}}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jfleet._checkpoint.leaves import flatten
 from jfleet._checkpoint.loading import _Shared
-from jfleet._checkpoint.manifest import read_manifest
+from jfleet._checkpoint.manifest import Entry, read_manifest
 from jfleet.save import load_group_sharded_model, save_group_sharded_model
 from tests.save_helpers import (
     ADAM,
@@ -79,7 +79,7 @@ def test_b57_another_process_with_fewer_devices(trained):
         import jax
         jax.config.update("jax_num_cpu_devices", 2)
         jax.config.update("jax_platforms", "cpu")
-        from jfleet._checkpoint.manifest import read_manifest
+        from jfleet._checkpoint.manifest import Entry, read_manifest
         from jfleet.save import load_group_sharded_model
         from tests.save_helpers import lay_out, make_mesh, mlp_state
         assert jax.device_count() == 2
@@ -349,7 +349,8 @@ def test_b76_numpy_memory_is_not_shared_between_untied_leaves():
     aligned = memory[start : start + (1 << 16)]  # What JAX on CPU takes over as it is.
     state = {"a": jnp.zeros(1 << 16), "b": jnp.ones(1 << 16)}
     leaves, _ = flatten(lay_out(state, make_mesh(1)))
-    values = _Shared(leaves).put_all("a", leaves, aligned)
+    entry = Entry(path=("a",), kind="array", shape=aligned.shape, dtype="float32")
+    values = _Shared(leaves).put_all(entry, leaves, aligned)
     assert len({x.unsafe_buffer_pointer() for x in values.values()}) == 2
 
 

@@ -28,7 +28,7 @@ from tests.save_helpers import (
 
 @pytest.fixture(autouse=True)
 def _in_background_on_every_python(monkeypatch):
-    monkeypatch.setattr("jfleet.save._CAN_FINISH_AT_EXIT", True)
+    monkeypatch.setattr("jfleet._checkpoint.handle.CAN_FINISH_AT_EXIT", True)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -168,7 +168,7 @@ def test_b68_a_failed_overwrite_keeps_the_previous_checkpoint(tmp_path, monkeypa
 
 
 def test_a_python_that_cannot_finish_at_exit_waits(tmp_path, monkeypatch):
-    monkeypatch.setattr("jfleet.save._CAN_FINISH_AT_EXIT", False)
+    monkeypatch.setattr("jfleet._checkpoint.handle.CAN_FINISH_AT_EXIT", False)
     handle = save_group_sharded_model({"x": jnp.ones(3)}, tmp_path / "c", wait=False)
     assert handle.done()
     assert read_manifest(tmp_path / "c").arrays == "arrays.0"

@@ -136,7 +136,7 @@ def test_another_element_type_is_converted_only_when_asked(tmp_path):
     target = lay_out({"w": jnp.zeros(16, jnp.bfloat16), "n": jnp.zeros(8, int)}, mesh)
     text = refuse(tmp_path / "ckpt", target)
     assert "w: stored as float32 (16,), wanted as bfloat16 (16,)" in text
-    assert text.endswith("pass strict=False to convert the element types")
+    assert text.endswith("pass strict=False to convert them")
     with pytest.warns(JfleetWarning, match="bfloat16"):
         loaded = load_group_sharded_model(tmp_path / "ckpt", target, strict=False)
     assert_same_bits(loaded["w"], state["w"].astype(jnp.bfloat16))
@@ -239,7 +239,14 @@ class Stopped(BaseException):
     """Stands for the end of the process at some point of a save."""
 
 
-STEPS = ["orbax_io.write", "digest", "write_manifest", "_remove_leftovers"]
+STEPS = {
+    "begin": "orbax_io.Writing.__init__",
+    "join": "orbax_io.Writing.join",
+    "merge": "orbax_io.Writing.merge",
+    "digest": "commit.digest",
+    "manifest": "commit.write_manifest",
+    "cleaning": "commit.remove_own",
+}
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -254,16 +261,16 @@ def test_an_interrupted_save_is_named_and_the_previous_one_loads(
 
     save_group_sharded_model(old, tmp_path / "over")
     with monkeypatch.context() as patch:
-        patch.setattr(f"jfleet._checkpoint.commit.{step}", stop)
+        patch.setattr(f"jfleet._checkpoint.{STEPS[step]}", stop)
         for name in ("first", "over"):
             with pytest.raises((CheckpointError, Stopped)):
                 save_group_sharded_model(new, tmp_path / name, overwrite=True)
-    complete = step == "_remove_leftovers"
+    complete = step == "cleaning"
     loaded = load_group_sharded_model(tmp_path / "over", target)
     assert_same_bits(loaded, new if complete else old)
     if complete:
         assert_same_bits(load_group_sharded_model(tmp_path / "first", target), new)
-    elif step != "orbax_io.write":
+    else:
         text = refuse(tmp_path / "first", target)
         assert "is incomplete (interrupted save)" in text
         with pytest.raises(CheckpointError, match="an interrupted save; pass overwr"):

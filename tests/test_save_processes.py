@@ -1,11 +1,5 @@
 """Saving and loading with several processes, over Gloo on this host."""
 
-import os
-import socket
-import subprocess
-import sys
-import textwrap
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,23 +8,39 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfleet._checkpoint.manifest import read_manifest
 from jfleet.save import load_group_sharded_model, save_group_sharded_model
+from tests.processes import start
 from tests.save_helpers import assert_same_bits, make_mesh
 
 pytestmark = pytest.mark.multiprocess
 
-PREAMBLE = f"""
-import sys
-sys.path[:0] = {[p for p in sys.path if p]!r}
-import jax
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-port, rank, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-jax.distributed.initialize(f"127.0.0.1:{{port}}", 2, rank)
-import numpy as np
+IMPORTS = """
 from jfleet.save import load_group_sharded_model, save_group_sharded_model
 from tests.test_save_processes import example
-assert jax.device_count() == 4 and jax.process_count() == 2
+folder, num_devices = sys.argv[1], jax.device_count()
+"""
+SAVE = """
+save_group_sharded_model(example(num_devices, 0), folder)
+handle = save_group_sharded_model(
+    example(num_devices), folder, overwrite=True, wait=False
+)
+handle.wait()
+print(sorted(__import__("os").listdir(folder)))
+"""
+LOAD = """
+want, target = example(num_devices), example(num_devices, 0)
+loaded = load_group_sharded_model(folder, target)
+for name in want:
+    a, b = loaded[name], want[name]
+    if not isinstance(b, jax.Array):
+        assert type(a) is type(b) and np.array_equal(a, b), name
+        continue
+    assert a.sharding == b.sharding and a.dtype == b.dtype, name
+    if name.startswith("key"):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
+        x, y = np.asarray(x.data), np.asarray(y.data)
+        assert x.shape == y.shape and x.tobytes() == y.tobytes(), name
+print("same")
 """
 
 SPECS = {
@@ -78,52 +88,15 @@ def example(num_devices, factor=1):
     return state
 
 
-def run_pair(script, folder):
-    """Run a script in two processes; return their outputs."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                PREAMBLE + textwrap.dedent(script),
-                str(port),
-                str(rank),
-                str(folder),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=180) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for process, (_, stderr) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, stderr
-    # Gloo writes to the standard output as well.
-    lines = [stdout.splitlines() for stdout, _ in outputs]
-    return ["".join(x for x in out if not x.startswith("[Gloo]")) for out in lines]
+def run(script, folder, count=2):
+    """Run a script on processes with two devices each."""
+    return start.run(IMPORTS + script, folder, count=count)
 
 
 def test_saved_by_two_processes_loaded_by_one(tmp_path):
     folder = tmp_path / "ckpt"
-    script = """
-    save_group_sharded_model(example(4, 0), folder)
-    handle = save_group_sharded_model(example(4), folder, overwrite=True, wait=False)
-    handle.wait()
-    print(sorted(__import__("os").listdir(folder)))
-    """
-    for stdout in run_pair(script, folder):
-        assert stdout == "['arrays.1', 'manifest.json']"
+    for stdout in run(SAVE, folder):
+        assert stdout == "['arrays.1', 'manifest.json']\n"
     want = example(8)
     loaded = load_group_sharded_model(folder, example(8, 0))
     assert_same_bits(loaded, want)
@@ -135,35 +108,29 @@ def test_saved_by_two_processes_loaded_by_one(tmp_path):
 
 def test_saved_by_one_process_loaded_by_two(tmp_path):
     save_group_sharded_model(example(8), tmp_path / "ckpt")
-    script = """
-    want, target = example(4), example(4, 0)
-    loaded = load_group_sharded_model(folder, target)
-    for name in want:
-        a, b = loaded[name], want[name]
-        if not isinstance(b, jax.Array):
-            assert type(a) is type(b) and np.array_equal(a, b), name
-            continue
-        assert a.sharding == b.sharding and a.dtype == b.dtype, name
-        if name.startswith("key"):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
-            x, y = np.asarray(x.data), np.asarray(y.data)
-            assert x.shape == y.shape and x.tobytes() == y.tobytes(), name
-    print("same")
-    """
-    assert run_pair(script, tmp_path / "ckpt") == ["same", "same"]
+    assert run(LOAD, tmp_path / "ckpt") == ["same\n"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 2)])
+def test_saved_and_loaded_by_different_numbers_of_processes(tmp_path, saved, loaded):
+    folder = tmp_path / "ckpt"
+    run(SAVE, folder, count=saved)
+    info = read_manifest(folder).info
+    assert (info["num_processes"], info["num_devices"]) == (saved, 2 * saved)
+    assert run(LOAD, folder, count=loaded) == ["same\n"] * loaded
 
 
 def test_an_error_in_one_process_is_an_error_in_both(tmp_path):
     save_group_sharded_model({"x": jnp.ones(2)}, tmp_path / "ckpt")
     script = """
-    from jfleet._errors import CheckpointError
-    good, bad = {"x": np.ones(2, np.float32)}, {"y": np.ones(2, np.float32)}
-    try:
-        load_group_sharded_model(folder, bad if rank == 1 else good)
-    except CheckpointError as error:
-        print(" ".join(str(error).split()))
-    """
-    first, second = run_pair(script, tmp_path / "ckpt")
+from jfleet._errors import CheckpointError
+good, bad = {"x": np.ones(2, np.float32)}, {"y": np.ones(2, np.float32)}
+try:
+    load_group_sharded_model(folder, bad if jax.process_index() == 1 else good)
+except CheckpointError as error:
+    print(" ".join(str(error).split()))
+"""
+    first, second = run(script, tmp_path / "ckpt")
     assert "process 1 of 2 raised an error" in first
     assert "y: wanted as" in second

@@ -58,8 +58,8 @@ def _amp(options: o.AmpConfigs, context: Context, inner: Any) -> Any:
     # must hear of the infinities of the others.
     alone = {"dgc", "localsgd", "adaptive_localsgd"} & set(context.applied)
     axes = [a for name in sorted(alone) for a in context.axis_name(name) or ()]
-    scaled = meta.dynamic_loss_scaling(
-        inner,
+    return meta.dynamic_loss_scaling(
+        meta.master_weights(inner),
         init_scale=options.init_loss_scaling,
         incr_every=options.incr_every_n_steps,
         decr_every=options.decr_every_n_nan_or_inf,
@@ -70,7 +70,6 @@ def _amp(options: o.AmpConfigs, context: Context, inner: Any) -> Any:
         on_overflow=options.on_overflow,
         axis_name=tuple(axes) or None,
     )
-    return meta.master_weights(scaled)
 
 
 def _check_amp(options: o.AmpConfigs, context: Context) -> str | None:

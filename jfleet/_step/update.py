@@ -125,10 +125,14 @@ def _stepped(
     tx: Any, params: Any, opt_state: Any, gradient: Gradient, loss: Any
 ) -> tuple[Any, Any]:
     """New parameters and optimizer state; neither moves where the sum overflowed."""
+    extra: dict[str, Any] = {"value": loss}
+    moves = isinstance(opt_state, LossScaleState)
+    if moves:  # the addition belongs into the branch that is skipped
+        extra["move"] = True
     updates, new_state = common.update_in_own_types(
-        tx, gradient.grads, params, opt_state, params, {"value": loss}
+        tx, gradient.grads, params, opt_state, params, extra
     )
-    new_params = optax.apply_updates(params, updates)
+    new_params = updates if moves else optax.apply_updates(params, updates)
     if gradient.found_inf is None or find(opt_state, LossScaleState) is not None:
         return new_params, new_state
     return common.select(

@@ -57,7 +57,8 @@ def dynamic_loss_scaling(
     Multiply the loss with ``state.scale`` (see ``loss_scale``). The inner
     transformation sees true gradients: clipping, norms and accumulation in it are
     independent of the scale. On a skipped step its parameters, state, schedules and
-    counters do not move.
+    counters do not move. ``update(..., move=True)`` returns the new parameters in place
+    of the updates: a step that is skipped then touches nothing.
 
     Args:
       inner: what follows: clipping, the optimizer.
@@ -115,25 +116,29 @@ def dynamic_loss_scaling(
             inner=inner.init(params),
         )
 
-    def update(updates, state, params=None, **extra_args):
+    def update(updates, state, params=None, *, move=False, **extra_args):
         found = collectives.pany(not_finite(updates), axis_name)
+        if move:
+            common.need_params(params, "move=True")
 
         def step(found):
             grads = jax.tree.map(lambda g: _unscaled(g, state.scale, found), updates)
-            return common.update_in_own_types(
+            new, inner_state = common.update_in_own_types(
                 inner, grads, updates, state.inner, params, extra_args
             )
+            return optax.apply_updates(params, new) if move else new, inner_state
+
+        def skip():
+            if move:
+                return params, state.inner
+            shapes = jax.eval_shape(lambda: step(None))[0]
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            return zeros, state.inner
 
         if on_overflow == "skip":
-            shapes = jax.eval_shape(lambda: step(None))[0]
             # The usual branch is the true one: XLA lets only that update in place.
             new_updates, inner_state = collectives.cond(
-                ~found,
-                lambda: step(None),
-                lambda: (
-                    jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-                    state.inner,
-                ),
+                ~found, lambda: step(None), skip
             )
         else:
             new_updates, inner_state = step(found)
