@@ -131,18 +131,26 @@ def _updated(tx, state, grads, split, num, mean) -> tuple[State, jax.Array]:
     return State(weights, opt_state, state.count + 1), _norm(grads, split)
 
 
-def half(params: Any, tx: Any, mesh: Mesh, heads: int) -> Made:
-    """bfloat16 at p_g_os: float32 shards, gathered in bfloat16, where they are used."""
+def half(params: Any, tx: Any, mesh: Mesh, heads: int, *, late: bool) -> Made:
+    """bfloat16 at p_g_os: float32 shards, gathered in bfloat16, where they are used.
+
+    The shards are cast all at once before the model, as is usual, or ``late``, each in
+    its own layer and once more going backward, which keeps no 16-bit copy of them.
+    """
     specs, split = _setup(params, tx, "p_g_os", mesh)
     gather = reference._constraint_gather(mesh)
 
-    def low(w, spec):
-        return gather(jax.tree.map(lambda x: x.astype(jnp.bfloat16), w), spec)
+    def low(w):
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), w)
+
+    def loss_fn(w, tokens):
+        if late:
+            cast = lambda w, spec: gather(low(w), spec)  # noqa: E731
+            return reference.loss_fn(w, tokens, heads, split, cast)
+        return reference.loss_fn(low(w), tokens, heads, split, gather)
 
     def step(state, tokens):
-        loss, grads = jax.value_and_grad(reference.loss_fn)(
-            state.params, tokens, heads, split, low
-        )
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, tokens)
         shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), split)
         grads = jax.lax.with_sharding_constraint(grads, shardings)
         norm = optax.global_norm(grads)

@@ -10,6 +10,7 @@ round is not counted; its losses must agree.
 """
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -47,7 +48,14 @@ STRATEGIES: dict[str, tuple[dict[str, Any], str, dict[str, int], Callable, float
         {"amp": True, **AMP},
         "p_g_os",
         {"data": 8},
-        step_reference.half,
+        functools.partial(step_reference.half, late=False),
+        2e-2,
+    ),
+    "amp bfloat16 x p_g_os, cast in each layer": (
+        {"amp": True, **AMP},
+        "p_g_os",
+        {"data": 8},
+        functools.partial(step_reference.half, late=True),
         2e-2,
     ),
     "fp16_allreduce x os_g": (

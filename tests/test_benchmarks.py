@@ -184,3 +184,17 @@ def test_pod_compiles_where_the_compiler_is_installed(tmp_path):
     assert result["argument_gib"] == pytest.approx(state_gib, rel=1e-3)
     assert result["temporary_gib"] > 0
     assert result["wire_gib"]["all-gather"] > 0
+
+
+@pytest.mark.slow
+def test_whole_steps_compute_what_is_written_by_hand(tmp_path):
+    out = tmp_path / "steps.json"
+    found = run_script(
+        "steps.py", "--rounds", 2, "--width", 64, "--layers", 2, "--json", out
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    results = json.loads(out.read_text())["results"]
+    assert len(results) >= 5
+    for name, r in results.items():
+        by_hand, ours = r["losses"]
+        assert abs(ours / by_hand - 1) <= r["allowed_gap"], name

@@ -186,7 +186,8 @@ class FirstArgument:
         if missing := sorted(wanted.keys() - set(paths)):
             names = listing(path_str(path[2:]) for path in missing)
             raise ConfigError(
-                "the first argument must hold every parameter that the shardings name, "
-                f"but has no {names}; pass the shardings of the first argument itself"
+                "the first positional argument must hold every parameter that the "
+                f"shardings name, but has no {names}; pass the parameters by position, "
+                "and the shardings of that argument itself"
             )
         return [wanted.get(path) for path in paths]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jfleet._errors import ConfigError, ConfigTypeError
-from jfleet._tree import leaves_with_paths, path_str
+from jfleet._tree import is_array, leaves_with_paths, path_str
 from jfleet.optax_meta import _common as common
 
 
@@ -53,15 +53,32 @@ class LossForm:
             )
         loss, *rest = result if num > 1 else (result,)
         found = dict(zip(names[1:], rest, strict=True))
+        if isinstance(loss, tuple) and len(loss) != 2:
+            raise ConfigTypeError(
+                f"loss_fn must return a scalar or (total, weight), got {len(loss)} "
+                "values; for an auxiliary result pass has_aux=True to minimize, for a "
+                "model state model_state=True"
+            )
         total, weight = loss if isinstance(loss, tuple) else (loss, None)
         for name, value in (("loss", total), ("weight", weight)):
-            if value is not None and jnp.shape(value) != ():
+            if value is not None and _shape(value) != ():
                 raise ConfigTypeError(
-                    f"loss_fn must return a scalar {name}, got shape "
-                    f"{jnp.shape(value)}; take its mean, or return (total, weight); "
-                    "for an auxiliary result pass has_aux=True"
+                    f"loss_fn must return a scalar {name}, got {_described(value)}; "
+                    "take its mean, or return (total, weight); for an auxiliary result "
+                    "pass has_aux=True to minimize"
                 )
         return Parsed(total, weight, found.get("model_state"), found.get("aux"))
+
+
+def _shape(value: Any) -> Any:
+    """The shape of an array or a number; None of anything else."""
+    known = is_array(value) or isinstance(value, bool | int | float)
+    return jnp.shape(value) if known else None
+
+
+def _described(value: Any) -> str:
+    shape = _shape(value)
+    return f"a {type(value).__name__}" if shape is None else f"shape {shape}"
 
 
 class Parsed(NamedTuple):

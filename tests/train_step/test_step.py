@@ -692,6 +692,12 @@ def test_bad_arguments():
         start()[1](start()[2], batch(0, 30))
     with pytest.raises(ConfigTypeError, match="scalar loss, got shape"):
         start(loss=lambda p, b: b["x"] @ p["w"])[1](state, batch())
+    for result in ({"x": 1.0}, "text"):
+        pair = lambda p, b, result=result: (loss_fn(p, b), result)  # noqa: E731
+        with pytest.raises(ConfigTypeError, match="pass has_aux=True"):
+            start(loss=pair)[1](state, batch())
+    with pytest.raises(ConfigTypeError, match=r"3 values.*has_aux=True"):
+        start(loss=lambda p, b: (loss_fn(p, b), 1, 2))[1](state, batch())
     with pytest.raises(ConfigTypeError, match=r"\(loss, aux\)"):
         start(has_aux=True)[1](state, batch())
     with pytest.raises(ConfigError, match=r"model_state= to opt\.create"):
