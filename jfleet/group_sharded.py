@@ -8,7 +8,6 @@ back wrapped as well, so that each parameter is gathered where it is used.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jfleet._errors import ConfigError, JfleetWarning, PlacementError, listing
+from jfleet._errors import ConfigError, PlacementError
 from jfleet._gather import rewrite
 from jfleet._layout import (
     ParamLayout,
@@ -33,7 +32,7 @@ from jfleet._states.adapters import (
     Parts,
     check_alive,
     take_apart,
-    tied_params,
+    warn_tied,
 )
 from jfleet._states.buffers import place
 from jfleet._states.placed import can_pin, placed
@@ -134,7 +133,7 @@ def group_sharded_parallel(
     )
     _refuse_abstract(policy)
     _refuse_nan(parts, policy)
-    _warn_tied(parts)
+    warn_tied(parts, stacklevel=2)
     rows = planned_rows(plan_parts(parts, policy), parts)
     shardings = _shardings(rows, parts, policy)
     values = _place(_stored([leaf.value for leaf in parts.leaves], rows), shardings)
@@ -241,17 +240,6 @@ def _refuse_nan(parts: Parts, policy: Policy) -> None:
 def _has_nan(values: Sequence[Any]) -> list[Any]:
     """Whether each array holds a NaN, in one program for all of them."""
     return jax.device_get(jax.jit(lambda xs: [jnp.isnan(x).any() for x in xs])(values))
-
-
-def _warn_tied(parts: Parts) -> None:
-    for group in tied_params(parts):
-        warnings.warn(
-            f"parameters {listing(group)} hold one and the same array. Each gets a copy"
-            " of its own and its own gradient, so they drift apart in training; if they"
-            " are one weight, keep it under one path and use it twice in the model",
-            JfleetWarning,
-            stacklevel=3,
-        )
 
 
 def _shardings(

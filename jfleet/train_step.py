@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 
 from jfleet._errors import ConfigError, ConfigTypeError, DonatedBufferError, listing
 from jfleet._gather import FirstArgument, rewrite
+from jfleet._states.buffers import is_deleted
 from jfleet._step import replicas
 from jfleet._step.birth import born
 from jfleet._step.layout import Layout, layout_of_state
@@ -78,18 +79,13 @@ def _check_state(state: Any) -> None:
         raise ConfigTypeError(
             f"state must be the TrainState of opt.create, got {type(state).__name__}"
         )
-    if any(map(_is_dead, jax.tree.leaves(state))):
-        dead = [path_str(p) for p, x in leaves_with_paths(state) if _is_dead(x)]
+    if any(map(is_deleted, jax.tree.leaves(state))):
+        dead = [path_str(p) for p, x in leaves_with_paths(state) if is_deleted(x)]
         raise DonatedBufferError(
             f"the state holds {len(dead)} deleted arrays ({listing(dead, 5)}): they "
             "were donated to an earlier step; use the state that the step returned, or "
             "minimize(..., donate=False)"
         )
-
-
-def _is_dead(leaf: Any) -> bool:
-    concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    return concrete and leaf.is_deleted()
 
 
 def _placed(setup: Setup, batch: Any) -> Any:

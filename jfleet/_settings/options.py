@@ -114,7 +114,8 @@ class GradientMergeConfigs:
     sync: str = option("auto", c.choice("auto", "last", "each"))
     """``last``: one reduction per window and a full accumulator on every replica.
     ``each``: one reduction per call and an accumulator that can be sharded.
-    ``auto``: ``last`` where the step has a gradient per replica, else ``each``.
+    ``auto``: ``last`` where the step has a gradient per replica, or where the whole sum
+    is kept on every device anyway (no sharding, or level ``os``); else ``each``.
     The result is the same."""
 
     def __post_init__(self):

@@ -6,6 +6,7 @@ works on ``Parts``: parameters, optimizer state, the rest, each a list of (path,
 
 import dataclasses
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jfleet._errors import ConfigTypeError, DonatedBufferError, listing
+from jfleet._errors import (
+    ConfigTypeError,
+    DonatedBufferError,
+    JfleetWarning,
+    listing,
+)
+from jfleet._states.buffers import is_deleted
 from jfleet._tree import Path, is_array, path_of, path_str
 
 PARAMS, OPT_STATE, EXTRA = "params", "opt_state", "extra"
@@ -223,17 +230,26 @@ def mesh_of(parts: Parts) -> Mesh | None:
 
 def check_alive(parts: Parts) -> None:
     """Raise DonatedBufferError if some arrays were donated to an earlier step."""
-    dead = [
-        path_str(leaf.path)
-        for leaf in parts.leaves
-        if isinstance(leaf.value, jax.Array)
-        and not isinstance(leaf.value, jax.core.Tracer)
-        and leaf.value.is_deleted()
-    ]
+    dead = [path_str(leaf.path) for leaf in parts.leaves if is_deleted(leaf.value)]
     if dead:
         raise DonatedBufferError(
             f"the state holds {len(dead)} deleted arrays ({listing(dead, 5)}): they"
             " were donated to an earlier step; use the state that the step returned"
+        )
+
+
+def warn_tied(parts: Parts, *, stacklevel: int) -> None:
+    """Warn of one array under several parameter paths.
+
+    ``stacklevel`` is that of the caller's own ``warnings.warn``.
+    """
+    for group in tied_params(parts):
+        warnings.warn(
+            f"parameters {listing(group)} hold one and the same array. Each gets a copy"
+            " of its own and its own gradient, so they drift apart in training; if they"
+            " are one weight, keep it under one path and use it twice in the model",
+            JfleetWarning,
+            stacklevel=stacklevel + 1,
         )
 
 

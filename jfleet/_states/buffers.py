@@ -31,6 +31,12 @@ def addresses(value: Any) -> set[tuple[Any, int]]:
     }
 
 
+def is_deleted(value: Any) -> bool:
+    """Whether an array was donated or deleted; False for anything else."""
+    concrete = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return concrete and value.is_deleted()
+
+
 def place(
     values: Sequence[Any], shardings: Sequence[jax.sharding.Sharding]
 ) -> list[jax.Array]:

@@ -1,6 +1,5 @@
 """States that are born where they belong: no device ever holds all of a split state."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jfleet._errors import ConfigError, ConfigTypeError, JfleetWarning, listing
+from jfleet._errors import ConfigError, ConfigTypeError
 from jfleet._layout import Policy
-from jfleet._states.adapters import take_apart, tied_params
+from jfleet._states.adapters import take_apart, warn_tied
 from jfleet._states.buffers import own, place
 from jfleet._step import replicas
 from jfleet._step.layout import Layout, layout_of
@@ -48,7 +47,7 @@ def born(setup: Setup, params: Any, args: tuple, model_state: Any) -> TrainState
     if given and not isinstance(tx, ShardedTransformation):
         _refuse_split(params)
     if given:
-        _warn_tied(params)
+        warn_tied(take_apart({"params": params}), stacklevel=4)
     whole = _Start(setup, tx, shapes, model_shapes)
     if make is None:
         values = whole.placed(params, model_state)
@@ -110,17 +109,6 @@ def _refuse_split(params: Any) -> None:
                 "the strategy says nothing of that; set strategy.tensor_parallel = "
                 "True or strategy.sharding = True"
             )
-
-
-def _warn_tied(params: Any) -> None:
-    for group in tied_params(take_apart({"params": params})):
-        warnings.warn(
-            f"parameters {listing(group)} hold one and the same array. Each gets a copy"
-            " and a gradient of its own, so they drift apart in training; if they are"
-            " one weight, keep it under one path and use it twice in the model",
-            JfleetWarning,
-            stacklevel=5,
-        )
 
 
 def _distinct(tree: Any) -> Any:
