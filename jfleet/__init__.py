@@ -28,6 +28,8 @@ from jfleet.mesh import shard_batch as shard_batch
 from jfleet.optimizer import optimizer as optimizer
 from jfleet.plan import Plan as Plan
 from jfleet.plan import plan as plan
+from jfleet.processes import process_mean as process_mean
+from jfleet.processes import to_host as to_host
 from jfleet.resolver import Registry as Registry
 from jfleet.resolver import Resolution as Resolution
 from jfleet.resolver import Rule as Rule
@@ -43,11 +45,26 @@ try:
 except PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+unknown"
 
-# Importing Orbax takes longer than importing the rest; it waits for the first use.
+# Importing Orbax takes longer than importing the rest; it waits for the first use, and
+# so does what a training script rarely needs.
 _LAZY = {
+    "AutoPlan": "jfleet._tuning.auto",
+    "Checkpointer": "jfleet.checkpointer",
+    "HARDWARE": "jfleet._planning.hardware",
+    "Hardware": "jfleet._planning.hardware",
     "SaveHandle": "jfleet.save",
+    "StepPlan": "jfleet._planning.step_plan",
+    "auto_plan": "jfleet._tuning.auto",
+    "compile_step": "jfleet._tuning.target",
+    "explain": "jfleet._planning.explain",
+    "export_safetensors": "jfleet.export",
+    "import_safetensors": "jfleet.export",
     "load_group_sharded_model": "jfleet.save",
+    "mesh_over": "jfleet._tuning.target",
+    "plan_program": "jfleet._planning.step_plan",
+    "plan_step": "jfleet._planning.step_plan",
     "save_group_sharded_model": "jfleet.save",
+    "topology_devices": "jfleet._tuning.target",
 }
 
 

@@ -1,13 +1,11 @@
-"""The mesh: starting processes, naming axes, laying out batches.
+"""The mesh: naming axes, laying out batches.
 
-This is the only module that calls ``jax.distributed.initialize`` and the only one that
-chooses axis types. Meshes made here have Auto axes unless ``explicit=True``: with
-``jax.make_mesh``'s Explicit default, sharding becomes part of every array's type and a
-model written for one device needs annotations.
+This is the only module that chooses axis types. Meshes made here have Auto axes unless
+``explicit=True``: with ``jax.make_mesh``'s Explicit default, sharding becomes part of
+every array's type and a model written for one device needs annotations.
 """
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,7 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jfleet._errors import ConfigError, ConfigTypeError, DistributedError, listing
+from jfleet import processes
+from jfleet._errors import ConfigError, ConfigTypeError, listing
 from jfleet._layout import axes_size, canonical, named_sharding
 from jfleet._tree import is_array, map_with_path, path_str
 from jfleet._types import AxisName
@@ -49,8 +48,10 @@ def init(
         devices: the devices to use; default all devices of all processes.
         distributed: ``"auto"`` starts ``jax.distributed`` where the environment names
             several processes (TPU pod, SLURM, Open MPI, Kubernetes, or
-            ``JAX_COORDINATOR_ADDRESS``); True always, False never; a mapping is passed
-            to ``jax.distributed.initialize``.
+            ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES``, ``JAX_PROCESS_ID``);
+            True always, False never; a mapping is passed to
+            ``jax.distributed.initialize``, over what the environment says. A process
+            that dies is missed after 30 seconds (``heartbeat_timeout_seconds``).
         explicit: make Explicit axes instead of Auto ones.
 
     Returns:
@@ -69,7 +70,7 @@ def init(
         True
     """
     global _current
-    _start_processes(distributed)
+    processes.start(distributed)
     if _current is not None and mesh_shape is None and devices is None:
         return _current
     devices = list(jax.devices() if devices is None else devices)
@@ -125,60 +126,6 @@ def _resolve_shape(
     if open_axes:
         shape[open_axes[0]] = count // known
     return {axis: int(size) for axis, size in shape.items()}
-
-
-def _start_processes(distributed: Any) -> None:
-    """Connect the processes, once."""
-    if distributed is False or jax.distributed.is_initialized():
-        return
-    if isinstance(distributed, Mapping):
-        options = dict(distributed)
-    elif distributed is True or distributed == "auto":
-        if distributed == "auto" and not _several_processes():
-            return
-        options = _options_from_environment()
-    else:
-        raise ConfigTypeError(
-            "distributed must be 'auto', True, False or a mapping of arguments of"
-            f" jax.distributed.initialize, got {distributed!r}"
-        )
-    try:
-        jax.distributed.initialize(**options)
-    except Exception as error:
-        raise DistributedError(
-            f"jax.distributed.initialize({options}) failed: {error}. Call jfleet.init"
-            " before any other use of JAX, or pass distributed={'coordinator_address':"
-            " 'host:port', 'num_processes': N, 'process_id': i}, or distributed=False"
-        ) from error
-
-
-def _several_processes(env: Mapping[str, str] | None = None) -> bool:
-    """Whether the environment names more than one process."""
-    env = os.environ if env is None else env
-
-    def above_one(name: str) -> bool:
-        return env.get(name, "").isdigit() and int(env[name]) > 1
-
-    pod = env.get("TPU_WORKER_HOSTNAMES", "")
-    return (
-        ("JAX_COORDINATOR_ADDRESS" in env and above_one("JAX_NUM_PROCESSES"))
-        or ("SLURM_JOB_ID" in env and above_one("SLURM_NTASKS"))
-        or above_one("OMPI_COMM_WORLD_SIZE")
-        or len([h for h in pod.split(",") if h]) > 1
-        or ("KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env)
-    )
-
-
-def _options_from_environment() -> dict[str, Any]:
-    """Explicit arguments where JAX does not read the environment itself."""
-    env = os.environ
-    if "JAX_COORDINATOR_ADDRESS" not in env or "JAX_NUM_PROCESSES" not in env:
-        return {}
-    return {
-        "coordinator_address": env["JAX_COORDINATOR_ADDRESS"],
-        "num_processes": int(env["JAX_NUM_PROCESSES"]),
-        "process_id": int(env.get("JAX_PROCESS_ID", "0")),
-    }
 
 
 def new_group(ranks: Sequence[int]) -> Mesh:
@@ -292,9 +239,9 @@ def shard_batch(
         if value.ndim == 0:
             return jax.device_put(value, named_sharding(mesh, canonical([]), 0))
         sharding = named_sharding(mesh, canonical([axes]), value.ndim)
-        processes = jax.process_count()
-        here = processes > 1 and not isinstance(value, jax.Array)
-        rows = value.shape[0] * (processes if here else 1)
+        count = jax.process_count()
+        here = count > 1 and not isinstance(value, jax.Array)
+        rows = value.shape[0] * (count if here else 1)
         if rows % width:
             raise ConfigError(
                 f"batch leaf {path_str(path)!r} of shape {tuple(value.shape)} has"

@@ -23,10 +23,14 @@ ROWS = [
     ["train_step"],
     ["distributed"],
     ["group_sharded", "_logical"],
+    ["_planning"],
+    ["_tuning"],
     ["_checkpoint"],
-    ["save"],
+    ["save", "export"],
+    ["checkpointer"],
     ["_commands"],
-    ["cli", "__init__", "__main__"],
+    ["cli", "__init__"],
+    ["__main__"],
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 MAX_FILE_LINES = 400

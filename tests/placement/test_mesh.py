@@ -92,25 +92,6 @@ def test_new_group_refuses(ranks):
         jfleet.new_group(ranks)
 
 
-@pytest.mark.parametrize(
-    ("env", "several"),
-    [
-        ({}, False),
-        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, True),
-        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1"}, False),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
-        ({"OMPI_COMM_WORLD_SIZE": "1"}, False),
-        ({"TPU_WORKER_HOSTNAMES": "a,b"}, True),
-        ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
-        ({"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "0"}, True),
-        ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2"}, True),
-        ({"JAX_COORDINATOR_ADDRESS": "h:1"}, False),
-    ],
-)
-def test_processes_are_started_only_where_the_environment_names_several(env, several):
-    assert mesh_module._several_processes(env) is several
-
-
 def test_distributed_of_the_wrong_type():
     with pytest.raises(jfleet.ConfigTypeError, match="distributed"):
         jfleet.init(distributed="yes")

@@ -31,7 +31,8 @@ SLOW_CASES = {
     "dgc_p_g_os": (("dgc",), "p_g_os", GRID),
 }
 SYNC = {"merged": "last", "each": "each"}
-TOLERANCE = {"fp16": float(np.finfo(np.float16).eps), "dgc": 1e-6, "dgc_p_g_os": 1e-6}
+TOLERANCE = dict.fromkeys(("amp", "dgc", "dgc_p_g_os"), 1e-6)
+TOLERANCE["fp16"] = float(np.finfo(np.float16).eps)
 STEPS = 4  # localsgd has a step without and one with synchronisation
 SCRIPT = """
 from tests.train_step import test_processes as cases
