@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile -q
 
-.PHONY: demo test test-all lint types bench clean
+.PHONY: demo test test-all lint types docs bench clean
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "jfleet needs Python 3.11 or newer, this is " + sys.version'
@@ -30,6 +30,9 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+
+docs: $(STAMP)        ## the pages as a site; a warning is an error
+	$(BIN)/python -m sphinx -n -W --keep-going -q docs build/docs
 
 bench: $(STAMP)       ## ratios against hand-written JAX
 	$(BIN)/python benchmarks/levels.py

@@ -29,8 +29,8 @@ from decoder import Decoder
 
 import jfleet
 from jfleet._planning.hardware import Hardware
-from jfleet._tuning.target import mesh_over
 from jfleet._tuning.auto import auto_plan
+from jfleet._tuning.target import mesh_over
 
 DEVICES, LIMIT = 8, 1.10
 Problem = tuple[Any, Callable[..., jax.Array], np.ndarray]

@@ -1,12 +1,16 @@
-"""Write docs/composition.md, docs/errors.md and docs/settings.md from the code.
+"""Write tables of the documents from the code.
 
     python docs/generate_tables.py
+
+All of composition.md, errors.md and settings.md; of choose_a_strategy.md,
+from_paddle.md and the pages in meta_optimizers the parts between two comments.
 
 A test compares the files with what this script would write.
 """
 
 import ast
 import dataclasses
+import functools
 import itertools
 import pathlib
 import re
@@ -15,9 +19,11 @@ import warnings
 import optax
 
 from jfleet._errors import ConfigError, JfleetError
+from jfleet._resolving.auto import NEVER
 from jfleet._resolving.builtin_rules import default_registry
 from jfleet._settings import options as _options
 from jfleet._settings import placement_options as _placement_options
+from jfleet._settings.fleet_names import ELSEWHERE, KEYS_ELSEWHERE
 from jfleet.optimizer import optimizer
 from jfleet.resolver import resolve
 from jfleet.strategy import DistributedStrategy
@@ -295,15 +301,79 @@ def settings():
     for options, texts in blocks():
         summary = " ".join(options.__doc__.split("\n\n")[0].split())
         lines += ["", f"## `{options.BLOCK}`", "", summary, ""]
-        lines += ["| key | default | must be | meaning |", "|---|---|---|---|"]
-        for field in dataclasses.fields(options):
-            rule = field.metadata["check"].rule.replace("|", "or")
-            text = texts[field.name].replace("|", "or")
-            lines.append(f"| `{field.name}` | `{field.default!r}` | {rule} | {text} |")
+        lines += option_rows(options, texts)
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"composition.md": composition, "errors.md": errors, "settings.md": settings}
+def option_rows(options, texts):
+    """The table of one block of options."""
+    yield "| key | default | must be | meaning |"
+    yield "|---|---|---|---|"
+    for field in dataclasses.fields(options):
+        rule = field.metadata["check"].rule.replace("|", "or")
+        text = texts[field.name].replace("|", "or")
+        yield f"| `{field.name}` | `{field.default!r}` | {rule} | {text} |"
+
+
+def with_part(page, lines):
+    """A page whose part between the two comments is these lines."""
+    begin, end = "<!-- begin generated -->", "<!-- end generated -->"
+    before, rest = (HERE / page).read_text().split(begin)
+    return "\n".join([f"{before}{begin}", *lines, f"{end}{rest.split(end)[1]}"])
+
+
+def never_auto():
+    """The part of the page about strategies: what auto leaves alone."""
+    rows = [f"| `{name}` | {reason} |" for name, reason in NEVER.items()]
+    return with_part(
+        "choose_a_strategy.md", ["", "| switch | why |", "|---|---|", *rows, ""]
+    )
+
+
+def of_fleet():
+    """The part of the page about Paddle: settings that jfleet lacks."""
+    names = {**ELSEWHERE} | {
+        f"{block}[{key!r}]": text
+        for block, keys in KEYS_ELSEWHERE.items()
+        for key, text in keys.items()
+    }
+    rows = [f"| `{name}` | {text} |" for name, text in names.items()]
+    return with_part(
+        "from_paddle.md", ["", "| setting | instead |", "|---|---|", *rows, ""]
+    )
+
+
+def meta_optimizer(rule):
+    """The part of a meta optimizer's page: its options, and what it goes with."""
+    options, texts = next(pair for pair in blocks() if pair[0] is rule.options)
+    lines = ["", "## Options", "", f"Of `strategy.{options.BLOCK}`:", ""]
+    lines += [*option_rows(options, texts), "", "## Composes with", ""]
+    base = ", ".join(f"`optax.{kind}`" for kind in rule.bases) or "any optimizer"
+    lines.append(f"- base: {base}")
+    lines.append(f"- phase: {rule.phase}; it changes: {rule.changes}")
+    found = {"yes": [], "2-D": [], "no": []}
+    for other in FEATURES:
+        if other != rule.name:
+            answer, reason = verdict(sorted((rule.name, other), key=FEATURES.index))
+            found[answer].append((other, reason))
+    on_any = ", ".join(f"`{other}`" for other, _ in found["yes"])
+    lines.append(f"- on any mesh: {on_any}")
+    for answer, words in ("2-D", "with an axis for each"), ("no", "never"):
+        lines += [f"- {words}, `{other}`: {why}" for other, why in found[answer]]
+    return with_part(f"meta_optimizers/{rule.name}.md", [*lines, ""])
+
+
+PAGES = {
+    "composition.md": composition,
+    "errors.md": errors,
+    "settings.md": settings,
+    "choose_a_strategy.md": never_auto,
+    "from_paddle.md": of_fleet,
+    **{
+        f"meta_optimizers/{rule.name}.md": functools.partial(meta_optimizer, rule)
+        for rule in default_registry
+    },
+}
 
 
 if __name__ == "__main__":

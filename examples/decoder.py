@@ -21,7 +21,8 @@ def rope(x: jax.Array) -> jax.Array:
     angle = jnp.arange(num_positions)[:, None] * frequency[None, :]
     cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
     a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return turned.astype(x.dtype)  # x may be bfloat16, the angles are not
 
 
 class Block(nn.Module):

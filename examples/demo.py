@@ -16,7 +16,15 @@ from run_record import CheckFailed, RunRecord
 
 NEXT_LEVEL = {"os": "p_g_os", "os_g": "os", "p_g_os": "os_g"}
 SCRIPT = Path(__file__).with_name("train_lm.py")
-PASSED_ON = ("data", "batch", "length", "width", "layers", "learning_rate")
+PASSED_ON = (
+    "data",
+    "batch",
+    "length",
+    "width",
+    "layers",
+    "learning_rate",
+    "optimizer",
+)
 console = Console(highlight=False)
 
 

@@ -26,6 +26,11 @@ class RunRecord:
     width: int
     layers: int
     length: int
+    optimizer: str
+    strategy: str | None
+    """JSON of the strategy that trained it, or None."""
+    mesh: dict[str, int] | None
+    """The mesh that was asked for, if any."""
     data: list[str]
     """Files; none means Python's standard library."""
     held_out_crc: int

@@ -3,6 +3,7 @@
     python examples/train_lm.py --demo
     python examples/train_lm.py --level p_g_os --steps 500 --data notes.txt --out run
     python examples/train_lm.py --resume run --level os --devices 4
+    python examples/train_lm.py --strategy examples/strategies/amp_gradient_merge.json
 
 On a machine without accelerators the devices are simulated on its CPU.
 """
@@ -10,28 +11,35 @@ On a machine without accelerators the devices are simulated on its CPU.
 import argparse
 import functools
 import sys
-import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import corpus
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from decoder import Decoder, next_byte_losses
 from demo import run_demo
 from flax.training.train_state import TrainState
+from judge import HeldOut, fingerprint, show_sample
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-from rich.text import Text
 from run_record import CheckFailed, RunRecord, UsageError
+from ways import (
+    OPTIMIZERS,
+    OwnStep,
+    StrategyStep,
+    at_level,
+    read_strategy,
+    warm_up,
+)
 
 import jfleet
 
 LEVELS = ("os", "os_g", "p_g_os")
+DEFAULT_LEVEL = "os_g"
 SIMULATED_DEVICES = 8
-HELD_OUT_ROWS = 32
-SAMPLES = 4  # lines to write at the end
 LOSS_TOLERANCE = 1e-6  # relative: another device count may add in another order
 console = Console(highlight=False)
 
@@ -39,11 +47,18 @@ console = Console(highlight=False)
 # What every JAX user writes. Nothing in this part knows how many devices there are.
 
 
-def new_state(model: Decoder, length: int, learning_rate: float) -> TrainState:
+def init_params(model: Decoder, length: int) -> Any:
     tokens = jnp.zeros((1, length), jnp.int32)
-    params = model.init(jax.random.key(0), tokens)["params"]
-    warm_up = optax.linear_schedule(0.0, learning_rate, 10)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(warm_up, b2=0.95))
+    return model.init(jax.random.key(0), tokens)["params"]
+
+
+def new_state(
+    model: Decoder, length: int, learning_rate: float, optimizer: str = "adamw"
+) -> TrainState:
+    factory, options = OPTIMIZERS[optimizer]
+    inner = factory(learning_rate=warm_up(learning_rate), **options)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), inner)
+    params = init_params(model, length)
     return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
 
@@ -56,75 +71,53 @@ def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Ar
     return state.apply_gradients(grads=grads), loss
 
 
-@jax.jit
-def row_losses(state: TrainState, tokens: jax.Array) -> jax.Array:
-    return next_byte_losses(state.apply_fn, state.params, tokens).mean(axis=1)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def generate(state: TrainState, rows: jax.Array, num_bytes: int) -> jax.Array:
-    """Sample the bytes that follow each row, one at a time."""
-
-    def one_more(i, carry):
-        rows, text = carry
-        logits = state.apply_fn({"params": state.params}, rows)[:, -1]
-        key = jax.random.fold_in(jax.random.key(0), i)
-        new = jax.random.categorical(key, logits / 0.7)
-        rows = jnp.concatenate([rows[:, 1:], new[:, None]], axis=1)
-        return rows, text.at[:, i].set(new)
-
-    text = jnp.zeros((rows.shape[0], num_bytes), jnp.int32)
-    return jax.lax.fori_loop(0, num_bytes, one_more, (rows, text))[1]
-
-
 # What jfleet adds: a mesh, a layout for the state, a checkpoint.
 
 
 def run(args: argparse.Namespace) -> None:
     before = RunRecord.read(args.resume) if args.resume else None
     if before:
-        for name in ("width", "layers", "length"):
-            setattr(args, name, getattr(before, name))
-        args.data = args.data or before.data
+        continue_settings(args, before)
     if args.out:
         RunRecord.check_output(args.out)
+    strategy = find_strategy(args, before)
     text = corpus.load(args.data, length=args.length)
     devices = start_devices(args.devices)
-    num_rows = rows_per_step(args.batch, len(devices))
+    mesh = jfleet.init(mesh_shape(args, strategy), devices=devices)
+    way = choose_way(args, strategy, mesh)
+    num_rows = rows_per_step(args.batch, way.rows_multiple)
     console.print(
-        f"{len(devices)} {devices[0].platform.upper()} devices, level {args.level}; "
+        f"{len(devices)} {devices[0].platform.upper()} devices, level {way.level}; "
         f"{text.num_files} files, {len(text.train):,} bytes of {text.source}",
         soft_wrap=True,
     )
+    if strategy is not None or not before:
+        print(way.explain())
 
-    mesh = jfleet.init(devices=devices)
-    model = Decoder(width=args.width, num_layers=args.layers)
-    create = functools.partial(new_state, model, args.length, args.learning_rate)
-    shapes = jax.eval_shape(create)
     if before:  # the layout for these devices and this level, then the values
-        layout = jfleet.group_sharded_parallel(shapes, level=args.level, mesh=mesh)
-        state = jfleet.load_group_sharded_model(args.resume / "state", layout)
-    else:  # born in its layout: no device ever holds the whole state
-        print(jfleet.plan(shapes, args.level, mesh=mesh))
-        state = jfleet.create_sharded(create, level=args.level, mesh=mesh)
-
+        state = jfleet.load_group_sharded_model(args.resume / "state", way.layout())
+    else:
+        state = way.create()
     held_out = HeldOut(text, mesh)
-    first = held_out.loss(state)
+    first = held_out.loss(*way.forward(state))
     gap = check_reload(before, state, held_out.crc, first) if before else None
-    state = train(state, text, mesh, num_rows, args)
-    last = held_out.loss(state)
+    state = train(state, way.step, text, mesh, num_rows, args.steps)
+    last = held_out.loss(*way.forward(state))
     console.print(f"held-out loss {first:.4f} -> [bold]{last:.4f}[/] nats per byte")
     if args.sample:
-        show_sample(state, text, mesh, args.sample)
+        show_sample(*way.forward(state), text, mesh, args.sample, console)
     if args.out:
         jfleet.save_group_sharded_model(state, args.out / "state", overwrite=True)
         record = RunRecord(
-            level=args.level,
+            level=way.level,
             devices=len(devices),
             steps=int(state.step),
             width=args.width,
             layers=args.layers,
             length=args.length,
+            optimizer=args.optimizer,
+            strategy=None if strategy is None else strategy.to_json(),
+            mesh=args.mesh,
             data=[str(Path(file).absolute()) for file in args.data or ()],
             held_out_crc=held_out.crc,
             first_loss=first,
@@ -136,6 +129,62 @@ def run(args: argparse.Namespace) -> None:
         console.print(f"saved after {record.steps} steps to {args.out}")
     if not last < first:
         raise CheckFailed(f"the held-out loss did not fall: {first:.4f} -> {last:.4f}")
+
+
+def continue_settings(args: argparse.Namespace, before: RunRecord) -> None:
+    """Take from the earlier run what must not change, and what was not given."""
+    for name in ("width", "layers", "length", "optimizer"):
+        given, was = getattr(args, name), getattr(before, name)
+        if given not in (args.defaults[name], was):
+            raise UsageError(
+                f"--{name} must be {was}, as in the run that --resume names, got"
+                f" {given}; leave it out"
+            )
+        setattr(args, name, was)
+    args.data = args.data or before.data
+    args.mesh = args.mesh or before.mesh
+
+
+def find_strategy(
+    args: argparse.Namespace, before: RunRecord | None
+) -> jfleet.DistributedStrategy | None:
+    """Return that of --strategy, else that of the run that is continued, else None."""
+    if args.strategy and before and before.strategy is None:
+        raise UsageError(
+            "--strategy cannot go on with a run that was trained without one, whose"
+            " state has another form; leave it out, or start anew"
+        )
+    if args.strategy:
+        return read_strategy(args.strategy, args.level)
+    if before is None or before.strategy is None:
+        return None
+    strategy = jfleet.DistributedStrategy.from_json(before.strategy)
+    return at_level(strategy, args.level) if args.level else strategy
+
+
+def mesh_shape(
+    args: argparse.Namespace, strategy: jfleet.DistributedStrategy | None
+) -> dict[str, int]:
+    """Return the mesh of --mesh, else that of the strategy, else one axis."""
+    if args.mesh:
+        return args.mesh
+    if strategy is not None and strategy.is_set("hybrid_configs"):
+        return strategy.mesh_shape()
+    return {"data": -1}
+
+
+def choose_way(
+    args: argparse.Namespace,
+    strategy: jfleet.DistributedStrategy | None,
+    mesh: jax.sharding.Mesh,
+) -> OwnStep | StrategyStep:
+    model = Decoder(width=args.width, num_layers=args.layers)
+    rate = args.learning_rate
+    if strategy is None:
+        create = functools.partial(new_state, model, args.length, rate, args.optimizer)
+        return OwnStep(create, train_step, args.level or DEFAULT_LEVEL, mesh)
+    init = functools.partial(init_params, model, args.length)
+    return StrategyStep(model.apply, init, args.optimizer, rate, strategy, mesh)
 
 
 def start_devices(count: int | None) -> list[jax.Device]:
@@ -151,47 +200,32 @@ def start_devices(count: int | None) -> list[jax.Device]:
     return devices[: count or len(devices)]
 
 
-def rows_per_step(batch: int | None, num_devices: int) -> int:
-    """Return ``batch``, or the first multiple of the devices from 16 up."""
-    rows = batch or 16 + -16 % num_devices
-    if rows % num_devices:
+def rows_per_step(batch: int | None, multiple: int) -> int:
+    """Return ``batch``, or the first fitting number of rows from 16 up."""
+    rows = batch or 16 + -16 % multiple
+    if rows % multiple:
         raise UsageError(
-            f"--batch must be a multiple of the {num_devices} devices, got {rows};"
-            f" use --batch {rows + -rows % num_devices}"
+            f"--batch must be a multiple of {multiple}, the replicas times the micro"
+            f" batches, got {rows}; use --batch {rows + -rows % multiple}"
         )
     return rows
 
 
-class HeldOut:
-    """The loss on rows that are never trained on; the same rows on any mesh."""
-
-    def __init__(self, text: corpus.Corpus, mesh: jax.sharding.Mesh):
-        rows = text.held_out_rows(HELD_OUT_ROWS)
-        self.crc = zlib.crc32(text.held_out)
-        self.num_rows = len(rows)
-        padding = np.zeros((-len(rows) % mesh.size, rows.shape[1]), rows.dtype)
-        self.batch = jfleet.shard_batch(np.concatenate([rows, padding]), mesh=mesh)
-
-    def loss(self, state: TrainState) -> float:
-        """Return the mean over rows, added up in double precision."""
-        losses = np.asarray(row_losses(state, self.batch), np.float64)
-        return float(losses[: self.num_rows].mean())
-
-
 def train(
-    state: TrainState,
+    state: Any,
+    step: Callable[[Any, jax.Array], tuple[Any, jax.Array]],
     text: corpus.Corpus,
     mesh: jax.sharding.Mesh,
     num_rows: int,
-    args: argparse.Namespace,
-) -> TrainState:
+    num_steps: int,
+) -> Any:
     start = int(state.step)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
-        task = bar.add_task("training", total=args.steps)
-        for step in range(start, start + args.steps):
-            rows = text.batch(step, num_rows)
-            state, loss = train_step(state, jfleet.shard_batch(rows, mesh=mesh))
+        task = bar.add_task("training", total=num_steps)
+        for i in range(start, start + num_steps):
+            rows = jfleet.shard_batch(text.batch(i, num_rows), mesh=mesh)
+            state, loss = step(state, rows)
             bar.update(task, advance=1, description=f"training loss {float(loss):.3f}")
     return state
 
@@ -220,37 +254,21 @@ def check_reload(
     return gap
 
 
-def show_sample(
-    state: TrainState, text: corpus.Corpus, mesh: jax.sharding.Mesh, num_bytes: int
-) -> None:
-    """Print how the model goes on from a few places of the held-out text."""
-    num_rows = mesh.size * -(-SAMPLES // mesh.size)
-    rows = text.held_out_rows(num_rows)[:, :-1]
-    written = generate(state, jfleet.shard_batch(rows, mesh=mesh), num_bytes)
-    console.print("held-out text, and [bold]what the model writes next[/]:")
-    for row, new in zip(rows[:SAMPLES], np.asarray(written)[:SAMPLES], strict=True):
-        line = Text(f"  {as_line(row[-16:])} | ", style="dim")
-        console.print(line.append(as_line(new), style="bold not dim"), soft_wrap=True)
-
-
-def as_line(text: np.ndarray) -> str:
-    """Return bytes as ASCII, with line ends and the like as escapes."""
-    return repr(bytes(text.tolist()))[2:-1]
-
-
-def fingerprint(state: TrainState) -> int:
-    """Return a checksum of every bit of the state, wherever its parts lie."""
-    checksum = 0
-    for leaf in jax.tree.leaves(state):
-        checksum = zlib.crc32(np.asarray(leaf).tobytes(), checksum)
-    return checksum
-
-
 def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def axes(text: str) -> dict[str, int]:
+    try:
+        pairs = [pair.split("=") for pair in text.split(",")]
+        return {name: int(size) for name, size in pairs}
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must look like replica=2,shard=-1, got {text!r}"
+        ) from None
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -259,7 +277,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--demo", action="store_true", help="all three levels, saved and resumed")
-    add("--level", choices=LEVELS, default="os_g", help="default: %(default)s")
+    add("--level", choices=LEVELS, help="default: the strategy's, or os_g")
+    add("--strategy", type=Path, metavar="FILE", help="JSON of a DistributedStrategy")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: %(default)s")
+    add("--mesh", type=axes, metavar="AXIS=N,..", help="such as replica=2,shard=-1")
     add("--steps", type=positive, default=50, help="default: %(default)s")
     add("--devices", type=positive, help="default: all accelerators, or 8 simulated")
     add("--data", nargs="+", metavar="FILE", help="default: Python's library sources")
@@ -273,6 +294,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--resume", type=Path, metavar="DIR", help="start from a run saved by --out")
     args = parser.parse_args(argv)
     args.defaults = vars(parser.parse_args([]))
+    if args.demo and (args.strategy or args.level or args.resume):
+        parser.error("--demo shows all levels: leave out --strategy, --level, --resume")
     if args.width % 8:
         parser.error(f"--width must be a multiple of 8, got {args.width}")
     return args

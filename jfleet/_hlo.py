@@ -16,6 +16,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 KINDS = (
     "all-gather",
     "all-reduce",
@@ -51,6 +53,9 @@ class Collective:
     """Size of the whole array(s) in one group, once."""
     group_size: int
     """How many devices take part together."""
+    groups: tuple[tuple[int, ...], ...]
+    """The devices of each group, numbered as in the program's device assignment; of a
+    permutation, pairs of source and target; empty where all take part."""
     count: int
     """How often it runs in one execution of the program."""
     in_loop: bool
@@ -65,12 +70,19 @@ class Collective:
     @property
     def wire_bytes(self) -> float:
         """Bytes that one device sends for it per execution of the program."""
-        others = (self.group_size - 1) / self.group_size
-        if self.kind in ("collective-permute", "collective-broadcast", "send"):
-            share = 1.0
-        else:
-            share = 2 * others if self.kind == "all-reduce" else others
-        return self.count * share * self.bytes
+        return self.count * wire_bytes(self.kind, self.bytes, self.group_size)
+
+
+def wire_bytes(kind: str, num_bytes: float, group_size: int) -> float:
+    """Bytes that one device sends in one collective; see the top of this file.
+
+    >>> wire_bytes("all-reduce", 800, 8), wire_bytes("all-gather", 800, 8)
+    (1400.0, 700.0)
+    """
+    others = (group_size - 1) / group_size
+    if kind in ("collective-permute", "collective-broadcast", "send"):
+        return float(num_bytes)
+    return (2 * others if kind == "all-reduce" else others) * num_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,7 +176,9 @@ class _Program:
         self, kind: str, one: _Instruction, computation: str, place: _Place
     ) -> Collective:
         size = self._operand_bytes(one, computation)
-        group = self._group_size(kind, one.text)
+        groups = _groups(one.text)
+        group = len(groups[0]) if groups else max(self.num_devices, 1)
+        group = 2 if kind in ("collective-permute", "send") else group
         arrays = _ARRAY.findall(one.type)
         # An asynchronous start returns its operands first, then its results.
         pair = one.opcode.endswith("-start") and len(arrays) > 1
@@ -183,6 +197,7 @@ class _Program:
             shape=shape,
             bytes=size,
             group_size=group,
+            groups=groups,
             op_name=op_name.group(1) if op_name else "",
             **{f.name: getattr(place, f.name) for f in dataclasses.fields(place)},
         )
@@ -190,20 +205,7 @@ class _Program:
     def _operand_bytes(self, one: _Instruction, computation: str) -> int:
         types = self.types[computation]
         names = re.findall(r"[\w.\-]+", re.sub(r"\{[^}]*\}", "", one.operands))
-        return sum(_type_bytes(types[name]) for name in names if name in types)
-
-    def _group_size(self, kind: str, text: str) -> int:
-        if kind in ("collective-permute", "send"):
-            return 2
-        if m := re.search(r"replica_groups=\[(\d+),(\d+)\]", text):
-            return int(m.group(2))
-        if m := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", text):
-            sizes = dict(re.findall(r"'?([\w\-]+)'?=(\d+)", m.group(1)))
-            axes = re.findall(r"'([\w\-]+)'", m.group(2))
-            return math.prod(int(sizes[axis]) for axis in axes)
-        if m := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
-            return len(m.group(1).split(","))
-        return max(self.num_devices, 1)
+        return sum(type_bytes(types[name]) for name in names if name in types)
 
     def _trips(self, loop: _Instruction) -> int | None:
         known = r'known_trip_count["\\]*:\s*\{["\\]*n["\\]*:\s*["\\]*(\d+)'
@@ -220,6 +222,67 @@ class _Program:
                 yield int(one.operands)
             for called in _CALLED.findall(one.text):
                 yield from self._constants(called)
+
+
+def _groups(text: str) -> tuple[tuple[int, ...], ...]:
+    """The devices of each group, from any of the ways in which XLA writes them.
+
+    >>> _groups("replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}")
+    ((0, 2), (1, 3))
+    >>> _groups("replica_groups=mesh['x'=2,'y'=2] {'x'}")
+    ((0, 2), (1, 3))
+    """
+    if m := re.search(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}", text):
+        return _mesh_groups(*m.groups())
+    if m := re.search(r"replica_groups=\[([\d,]+)\]<=(\S+?)[,\s]*(?:\s|$)", text):
+        return _rows(_iota(m.group(2)).reshape(_numbers(m.group(1))))
+    if m := re.search(
+        r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]+\})\}", text
+    ):
+        return tuple(
+            tuple(_numbers(g)) for g in re.findall(r"\{([\d,]+)\}", m.group(1))
+        )
+    return ()
+
+
+def _mesh_groups(sizes: str, order: str, used: str) -> tuple[tuple[int, ...], ...]:
+    """Groups along some axes, or parts of axes, of a mesh."""
+    shape = {name: int(n) for name, n in re.findall(r"'?([\w\-.]+)'?=(\d+)", sizes)}
+    if m := re.search(r"device_ids=\((\S+)\)", order):
+        devices = _iota(m.group(1))
+    else:
+        devices = np.arange(math.prod(shape.values()))
+    split: list[int] = []
+    chosen: list[int] = []
+    wanted = re.findall(r"'([\w\-.]+)'(?::\((\d+)\)(\d+))?", used)
+    for name, size in shape.items():
+        parts = [(int(p or 1), int(n or size)) for a, p, n in wanted if a == name]
+        at = 1
+        for before, part in sorted(parts):
+            split += [before // at, part]
+            chosen.append(len(split) - 1)
+            at = before * part
+        split.append(size // at)
+    rest = [d for d in range(len(split)) if d not in chosen]
+    grid = devices.reshape(split).transpose(*rest, *chosen)
+    return _rows(grid.reshape(-1, math.prod(split[d] for d in chosen)))
+
+
+def _iota(text: str) -> Any:
+    """Devices in the order that ``[2,4]T(1,0)`` stands for."""
+    m = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    assert m, f"not a device list: {text}"
+    shape = _numbers(m.group(1))
+    grid = np.arange(math.prod(shape)).reshape(shape)
+    return grid.transpose(_numbers(m.group(2))) if m.group(2) else grid
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]
+
+
+def _rows(grid: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, row)) for row in grid)
 
 
 def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
@@ -255,10 +318,10 @@ def _end_of_type(text: str) -> int:
     return len(text)
 
 
-def _type_bytes(type_text: str) -> int:
+def type_bytes(type_text: str) -> int:
     """Bytes of all arrays in a type.
 
-    >>> _type_bytes("(f32[2,3]{1,0}, pred[8]{0}, s4[8]{0})")
+    >>> type_bytes("(f32[2,3]{1,0}, pred[8]{0}, s4[8]{0})")
     36
     """
     return sum(

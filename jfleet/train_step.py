@@ -207,8 +207,8 @@ class _Step:
         # Only a reduce-scatter by hand shows the saving of os_g on every backend.
         one_axis = policy.axes == policy.optimizer_axes == setup.data_axes
         fits = policy.level == "os_g" and one_axis and len(policy.axes) == 1
-        several = setup.size(policy.axes) > 1
-        return policy.axes if fits and several and setup.num_micro == 1 else ()
+        fits = fits and setup.size(policy.axes) > 1 and setup.num_micro == 1
+        return policy.axes if fits and setup.scatters_by_hand else ()
 
     def _global(
         self, layout: Layout, state: TrainState, batch: Any, rng: Any, scale: Any

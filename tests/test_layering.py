@@ -28,6 +28,7 @@ ROWS = [
     ["_checkpoint"],
     ["save", "export"],
     ["checkpointer"],
+    ["_html"],
     ["_commands"],
     ["cli", "__init__"],
     ["__main__"],

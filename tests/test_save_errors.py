@@ -20,6 +20,7 @@ from jfleet._errors import (
     PlacementError,
 )
 from jfleet.save import load_group_sharded_model, save_group_sharded_model
+from tests.faults.damage import damage_cases, put
 from tests.save_helpers import (
     ADAM,
     assert_same_bits,
@@ -288,23 +289,6 @@ def test_a_save_killed_while_orbax_writes(tmp_path):
     assert "is incomplete (interrupted save)" in text
 
 
-def damage_cases(folder):
-    """Every file truncated, deleted, emptied and flipped at several places."""
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        data = path.read_bytes()
-        yield path, None
-        if not data:
-            continue
-        yield path, data[:-1]
-        yield path, b""
-        yield path, data + b"\0"
-        num_flips = 60 if path.name == "manifest.json" else 4
-        for place in np.linspace(0, len(data) - 1, num_flips, dtype=int):
-            flipped = bytearray(data)
-            flipped[place] ^= 1 << (place % 8)
-            yield path, bytes(flipped)
-
-
 def test_every_damaged_file_is_an_error_never_a_wrong_value(tmp_path):
     mesh = make_mesh(8)
     state = lay_out({"w": jnp.arange(256.0), "n": jnp.arange(7), "k": 3}, mesh)
@@ -314,10 +298,7 @@ def test_every_damaged_file_is_an_error_never_a_wrong_value(tmp_path):
     assert len(cases) > 30
     for path, data in cases:
         good = path.read_bytes()
-        if data is None:
-            path.unlink()
-        else:
-            path.write_bytes(data)
+        put(path, data)
         with pytest.raises(CheckpointError) as caught:
             load_group_sharded_model(folder, state)
         assert str(folder) in str(caught.value)

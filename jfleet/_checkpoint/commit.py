@@ -5,21 +5,22 @@ their checksums, and the first one puts the manifest in place.
 """
 
 import dataclasses
-import json
 import os
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from etils import epath
 
-from jfleet._checkpoint import orbax_io
+from jfleet._checkpoint.files import digest, is_link, sync_folders
 from jfleet._checkpoint.manifest import (
     FILE_NAME,
     Manifest,
-    digest,
     is_interrupted,
     is_own,
     write_manifest,
 )
+from jfleet._checkpoint.together import BACKGROUND
 from jfleet._errors import CheckpointError, ConfigTypeError
 
 
@@ -73,49 +74,72 @@ def next_generation(folder: epath.Path, overwrite: bool) -> int:
     return max(numbers, default=-1) + 1
 
 
-def complete(folder: epath.Path, manifest: Manifest) -> None:
-    """Record the checksums, put the manifest in place, remove what it replaces."""
-    files = {}
-    if manifest.arrays is not None:
-        files = _digest_together(folder, manifest.arrays)
-    if jax.process_index() == 0:
-        write_manifest(folder, dataclasses.replace(manifest, files=files))
-        _remove_leftovers(folder, keep=manifest.arrays)
-    if jax.process_count() > 1:
-        orbax_io.barrier(f"jfleet.complete.{folder.name}.{manifest.arrays}")
+def complete(
+    folder: epath.Path,
+    manifest: Manifest,
+    writing: Any,
+    clean: Callable[[], None] | None = None,
+) -> None:
+    """Wait for the arrays, record the checksums, put the manifest in place.
+
+    All processes call it; an error in one of them is an error in all.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: what is in it, without the files.
+        writing: the ``orbax_io.Writing`` that began, None if no leaf has any bytes.
+        clean: what the first process does when the checkpoint is complete.
+    """
+    stage = BACKGROUND.stage
+    first = jax.process_index() == 0
+    files: dict[str, tuple[int, int]] = {}
+    if writing is not None:
+        assert manifest.arrays is not None
+        arrays = folder / manifest.arrays
+        try:
+            stage(writing.join)
+            stage(lambda: writing.merge() if first else None)
+        finally:
+            writing.close()
+        part, parts = jax.process_index(), jax.process_count()
+        mine = stage(lambda: digest(arrays, part, parts))
+        for found in BACKGROUND.gather(mine):
+            files |= found
+        sync_folders(arrays)
+
+    def put_in_place() -> None:
+        if first:
+            write_manifest(folder, dataclasses.replace(manifest, files=files))
+            remove_own(folder, keep=manifest.arrays)
+            if clean is not None:
+                clean()
+
+    stage(put_in_place)
 
 
-def _digest_together(folder: epath.Path, name: str) -> dict[str, tuple[int, int]]:
-    """Let every process read its share of the files; the first one gets the result."""
-    part, parts = jax.process_index(), jax.process_count()
-    found = digest(folder / name, part, parts)
-    if parts == 1:
-        return found
-    own = folder / f"digest.{part}.json"
-    own.write_text(json.dumps(found))
-    orbax_io.barrier(f"jfleet.digest.{folder.name}.{name}")
-    if part == 0:
-        for other in range(1, parts):
-            found |= json.loads((folder / f"digest.{other}.json").read_text())
-    return found
+def remove_own(folder: epath.Path, keep: str | None = None) -> None:
+    """Remove previous arrays and rests of interrupted saves, nothing that is another's.
 
-
-def _remove_leftovers(folder: epath.Path, keep: str | None) -> None:
-    """Remove the previous arrays and the rests of interrupted saves."""
+    What cannot be removed stays.
+    """
     for entry in list(folder.iterdir()):
         if entry.name == keep or not is_own(entry.name):
             continue
         try:
-            entry.rmtree() if entry.is_dir() else entry.unlink()
+            is_folder = entry.is_dir() and not is_link(entry)
+            entry.rmtree() if is_folder else entry.unlink()
         except OSError:
             # The new checkpoint is complete; the next save tries again.
             continue
 
 
-def write_error(folder: epath.Path, error: BaseException) -> CheckpointError:
+def write_error(
+    folder: epath.Path, error: BaseException, step: int | None = None
+) -> CheckpointError:
     """Return the error for a save that failed on its way."""
+    what = f"checkpoint {folder}" + ("" if step is None else f" of step {step}")
     new = CheckpointError(
-        f"checkpoint {folder} could not be written ({type(error).__name__}: {error});"
+        f"{what} could not be written ({type(error).__name__}: {error});"
         " what was there before is still there; check space and permissions, then save"
         " again"
     )

@@ -11,6 +11,8 @@ from jax.sharding import NamedSharding
 
 from jfleet._checkpoint.manifest import Entry, encode_scalar, entry_name, supported
 from jfleet._errors import CheckpointError, DonatedBufferError, listing
+from jfleet._step import replicas
+from jfleet._step.state import TrainState
 from jfleet._tree import Path, is_array, is_prng_key, path_of, path_str
 
 SCALARS = (bool, int, float, complex, str)
@@ -28,6 +30,16 @@ class Leaf:
     """One of ``jfleet._checkpoint.manifest.KINDS``."""
     value: Any
     """Array, abstract array, Python value or function."""
+    replicas: int = 0
+    """Size of the first dim, where each replica has a value of its own; else 0."""
+    owner: str = ""
+    """Name of the innermost NamedTuple that the leaf is in."""
+
+    @property
+    def one_shape(self) -> tuple[int, ...]:
+        """Shape of one replica's array."""
+        shape = tuple(self.value.shape)
+        return shape[1:] if self.replicas else shape
 
     @property
     def name(self) -> str:
@@ -69,7 +81,11 @@ def flatten(state: Any) -> tuple[list[Leaf], Callable[[Sequence[Any]], Any]]:
     """
     tree, finish = _split_nnx(state)
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = [_leaf(keys, value) for keys, value in flat]
+    own = jax.tree.leaves(_own_tree(tree))
+    leaves = [
+        _leaf(keys, value, has_replicas, _owner(tree, keys))
+        for (keys, value), has_replicas in zip(flat, own, strict=True)
+    ]
     _check_unique(leaves)
     return leaves, lambda values: finish(treedef.unflatten(values))
 
@@ -85,14 +101,62 @@ def _split_nnx(state: Any) -> tuple[Any, Callable[[Any], Any]]:
     return tree, lambda new: nnx.merge(graphdef, new)
 
 
-def _leaf(keys: Sequence[Any], value: Any) -> Leaf:
+def _own_tree(tree: Any) -> Any:
+    """A tree of bools: whether each replica has a value of its own in its first dim."""
+
+    def of(node: Any) -> Any:
+        if not isinstance(node, TrainState):
+            return False
+        # Only where parameters are each replica's own are metrics kept between syncs.
+        own = node.shown is not None
+        residuals = node.replica_state
+        if residuals is not None:
+            every = replicas.everywhere(residuals.residual, True)
+            residuals = replicas.everywhere(residuals, False)._replace(residual=every)
+        return node.replace(
+            step=False,
+            params=replicas.everywhere(node.params, own),
+            opt_state=replicas.owned(node.opt_state, own),
+            model_state=replicas.everywhere(node.model_state, own),
+            replica_state=residuals,
+            shown=replicas.everywhere(node.shown, False),
+        )
+
+    return jax.tree.map(of, tree, is_leaf=lambda x: isinstance(x, TrainState))
+
+
+def _owner(tree: Any, keys: Sequence[Any]) -> str:
+    """Name of the innermost NamedTuple on a path; "" if there is none."""
+    owner, node = "", tree
+    for key in keys:
+        if isinstance(node, tuple) and hasattr(node, "_fields"):
+            owner = type(node).__name__
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            if not (isinstance(node, tuple) or dataclasses.is_dataclass(node)):
+                break  # A variable of nnx: no optax state is inside.
+            node = getattr(node, key.name)
+        elif isinstance(node, list | tuple | Mapping):
+            node = node[getattr(key, "idx", getattr(key, "key", None))]
+        else:
+            break
+    return owner
+
+
+def _leaf(keys: Sequence[Any], value: Any, has_replicas: bool, owner: str) -> Leaf:
     path = path_of(keys)
     raw = [getattr(k, "key", getattr(k, "idx", None)) for k in keys]
     typed = tuple(
         r if isinstance(r, int) and not isinstance(r, bool) else step
         for r, step in zip(raw, path, strict=False)
     )
-    return Leaf(path=path, typed_path=typed, kind=_kind(path, value), value=value)
+    return Leaf(
+        path=path,
+        typed_path=typed,
+        kind=_kind(path, value),
+        value=value,
+        replicas=value.shape[0] if has_replicas else 0,
+        owner=owner,
+    )
 
 
 def _kind(path: Path, value: Any) -> str:
@@ -180,7 +244,9 @@ def _entry(leaf: Leaf, first: str | None, meshes: list[dict[str, int]]) -> Entry
         return Entry(path=leaf.typed_path, kind="static")
     if leaf.kind not in ("array", "key"):
         value = encode_scalar(leaf.value)
-        return Entry(path=leaf.typed_path, kind=leaf.kind, value=value)
+        return Entry(
+            path=leaf.typed_path, kind=leaf.kind, value=value, owner=leaf.owner
+        )
     spec, mesh = _layout(leaf.value, meshes)
     return Entry(
         path=leaf.typed_path,
@@ -190,6 +256,8 @@ def _entry(leaf: Leaf, first: str | None, meshes: list[dict[str, int]]) -> Entry
         spec=spec,
         mesh=mesh,
         same_as=first if first != leaf.name else None,
+        replicas=leaf.replicas,
+        owner=leaf.owner,
     )
 
 

@@ -1,11 +1,11 @@
-"""Compare a checkpoint with a state, and put stored values where the state wants them.
+"""Read stored values and put them where the state wants them.
 
-Which leaf gets which stored array is decided first, on names, shapes and types alone;
-nothing is read before every difference is known.
+``matching`` has decided which leaf gets which; nothing is read before every difference
+is known.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,117 +17,10 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jfleet._checkpoint import orbax_io
 from jfleet._checkpoint.leaves import Leaf, is_abstract, tied
 from jfleet._checkpoint.manifest import Entry, Manifest, decode_scalar, dtype_of
-from jfleet._errors import CheckpointError, PlacementError
+from jfleet._checkpoint.matching import PYTHON_OR_COMPLEX
+from jfleet._checkpoint.memory import trim
+from jfleet._errors import PlacementError
 from jfleet._tree import path_str
-
-_PYTHON = {"bool": np.bool_, "int": np.integer, "float": np.floating}
-_PYTHON_OR_COMPLEX = {**_PYTHON, "complex": np.complexfloating}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One leaf on which a checkpoint and a state do not agree."""
-
-    path: str
-    """Path for people."""
-    text: str
-    """What is stored and what is wanted."""
-    castable: bool = False
-    """True if only the element type differs."""
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.text}"
-
-
-def match(
-    manifest: Manifest, leaves: Sequence[Leaf], *, strict: bool
-) -> tuple[dict[str, Entry], list[Difference]]:
-    """Find the stored leaf for each leaf of a state.
-
-    Args:
-        manifest: what is stored.
-        leaves: what is wanted.
-        strict: if False, a stored array of another element type is a match too.
-
-    Returns:
-        Stored entries by name of the wanted leaf, and all differences by path.
-    """
-    stored = {entry.name: entry for entry in manifest.entries}
-    wanted = {leaf.name: leaf for leaf in leaves}
-    matches, differences = {}, []
-    for name, leaf in wanted.items():
-        entry = stored.get(name)
-        difference = _compare(entry, leaf)
-        if difference is not None:
-            differences.append(difference)
-        if entry and (not difference or (difference.castable and not strict)):
-            matches[name] = entry
-    for name, entry in stored.items():
-        if name not in wanted:
-            path = path_str(tuple(map(str, entry.path)))
-            text = f"stored as {_entry_type(entry)}, not in this state (unexpected)"
-            differences.append(Difference(path=path, text=text))
-    return matches, sorted(differences, key=lambda d: d.path)
-
-
-def _compare(entry: Entry | None, leaf: Leaf) -> Difference | None:
-    path = path_str(leaf.path)
-    if entry is None:
-        text = f"wanted as {_leaf_type(leaf)}, not in the checkpoint (missing)"
-        return Difference(path=path, text=text)
-    if _fits(entry, leaf):
-        return None
-    text = f"stored as {_entry_type(entry)}, wanted as {_leaf_type(leaf)}"
-    both_arrays = entry.kind == leaf.kind == "array"
-    castable = both_arrays and entry.shape == tuple(leaf.value.shape)
-    return Difference(path=path, text=text, castable=castable)
-
-
-def _fits(entry: Entry, leaf: Leaf) -> bool:
-    if entry.kind == leaf.kind:
-        if leaf.kind not in ("array", "key"):
-            return True
-        shape = tuple(leaf.value.shape)
-        return entry.shape == shape and entry.dtype == leaf.dtype_name
-    if entry.kind == "array" and leaf.kind in _PYTHON_OR_COMPLEX:
-        dtype = dtype_of(entry.dtype)
-        kind = _PYTHON_OR_COMPLEX[leaf.kind]
-        return entry.shape == () and jnp.issubdtype(dtype, kind)
-    if entry.kind in _PYTHON_OR_COMPLEX and leaf.kind == "array":
-        value = decode_scalar(entry.kind, entry.value)
-        return tuple(leaf.value.shape) == () and _holds(leaf.value.dtype, value)
-    return False
-
-
-def _holds(dtype: Any, value: Any) -> bool:
-    """True if an element of that type can hold a Python number exactly."""
-    kind = _PYTHON_OR_COMPLEX[type(value).__name__]
-    if not jnp.issubdtype(dtype, kind):
-        return False
-    if isinstance(value, int) and not isinstance(value, bool):
-        limits = jnp.iinfo(dtype)
-        return limits.min <= value <= limits.max
-    back = np.asarray(value, dtype).item()
-    return back == value or value != value
-
-
-def _entry_type(entry: Entry) -> str:
-    return _type(entry.kind, entry.dtype, entry.shape)
-
-
-def _leaf_type(leaf: Leaf) -> str:
-    if leaf.kind not in ("array", "key"):
-        return _type(leaf.kind, "", ())
-    return _type(leaf.kind, leaf.dtype_name, tuple(leaf.value.shape))
-
-
-def _type(kind: str, dtype: str, shape: tuple[int, ...]) -> str:
-    if kind == "static":
-        return "a function"
-    if kind not in ("array", "key"):
-        return f"a Python {kind}"
-    sizes = "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
-    return f"{dtype} {sizes}" if kind == "array" else f"random key {dtype} {sizes}"
 
 
 def check_targets(leaves: Sequence[Leaf]) -> None:
@@ -172,10 +65,12 @@ def load_values(
     manifest: Manifest,
     leaves: Sequence[Leaf],
     matches: Mapping[str, Entry],
+    *,
+    donate: bool = False,
 ) -> dict[str, Any]:
     """Read the matched leaves and lay each out as its leaf is.
 
-    At any time this holds the new arrays and at most ``STAGING_BYTES`` (or one array)
+    At any time this holds the new arrays and at most ``STAGING_BYTES`` (or one shard)
     of host copies.
 
     Args:
@@ -183,6 +78,7 @@ def load_values(
         manifest: what is stored.
         leaves: what is wanted.
         matches: stored entry by name of the wanted leaf.
+        donate: delete the arrays of the leaves that are matched before reading.
 
     Returns:
         New values by name.
@@ -200,15 +96,24 @@ def load_values(
             source = stored[entry.same_as or entry.name]
             users.setdefault(source.name, []).append(leaf)
     shared = _Shared(leaves)
+    if donate:
+        _delete(leaf.value for group in users.values() for leaf in group)
     for batch in _batches(folder, stored, users):
         placed = {}
         while batch:
             name, array = batch.popitem()
-            placed |= shared.put_all(name, users[name], array)
+            placed |= shared.put_all(stored[name], users[name], array)
         # Transfers hold on to the host copies; end them before the next batch is read.
         jax.block_until_ready(placed)
         values |= placed
+        trim()
     return values
+
+
+def _delete(values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, jax.Array) and not value.is_deleted():
+            value.delete()
 
 
 def _batches(
@@ -216,26 +121,28 @@ def _batches(
     stored: Mapping[str, Entry],
     users: Mapping[str, Sequence[Leaf]],
 ) -> Iterator[dict[str, Any]]:
-    requests = {name: _request(stored[name], users[name][0]) for name in users}
+    requests = {name: _request(stored[name], users[name]) for name in users}
     present = {n: r for n, r in requests.items() if stored[n].stored}
     yield {n: orbax_io.empty(r) for n, r in requests.items() if n not in present}
     if present and folder is not None:
         yield from orbax_io.read(folder, present)
 
 
-def _request(entry: Entry, leaf: Leaf) -> orbax_io.Request:
-    sharding = _target_sharding(leaf)
-    if sharding is not None and (
-        sharding.is_fully_addressable or getattr(leaf.value, "weak_type", False)
-    ):
-        sharding = None
+def _request(entry: Entry, leaves: Sequence[Leaf]) -> orbax_io.Request:
     is_key = entry.kind == "key"
-    return orbax_io.Request(
+    request = orbax_io.Request(
         shape=entry.shape,
         dtype=None if is_key else dtype_of(entry.dtype),
         impl=entry.dtype if is_key else None,
-        sharding=sharding,
     )
+    sharding = _target_sharding(leaves[0])
+    if sharding is None or getattr(leaves[0].value, "weak_type", False):
+        return request
+    if any(leaf.replicas != entry.replicas for leaf in leaves):
+        return request  # Their mean is taken on the host.
+    if sharding.is_fully_addressable and (is_key or not request.is_large):
+        return request
+    return dataclasses.replace(request, sharding=sharding)
 
 
 def _from_python(entry: Entry, leaf: Leaf) -> Any:
@@ -259,31 +166,52 @@ class _Shared:
         self._made: dict[Any, Any] = {}
 
     def put_all(
-        self, source: str, leaves: Sequence[Leaf], value: Any
+        self, entry: Entry, leaves: Sequence[Leaf], value: Any
     ) -> dict[str, Any]:
         """Place one stored array for each of its leaves."""
         # Numpy memory may become the memory of a CPU array: one array each.
         return {
-            leaf.name: self._put(source, leaf, value.copy() if number else value)
+            leaf.name: self._put(entry, leaf, value.copy() if number else value)
             for number, leaf in enumerate(leaves)
         }
 
-    def _put(self, source: str, leaf: Leaf, value: Any) -> Any:
+    def _put(self, entry: Entry, leaf: Leaf, value: Any) -> Any:
+        if leaf.kind == "array" and entry.replicas != leaf.replicas:
+            value = _for_replicas(value, entry.replicas, leaf)
         if leaf.kind not in ("array", "key"):
             return _place(leaf, value)
         if is_abstract(leaf.value):
-            look = (source, str(leaf.value.dtype), _target_sharding(leaf))
+            look = (entry.name, str(leaf.value.dtype), _target_sharding(leaf))
         else:
-            look = (source, self._tied.get(leaf.name, leaf.name))
+            look = (entry.name, self._tied.get(leaf.name, leaf.name))
         if look not in self._made:
             self._made[look] = _place(leaf, value)
         return self._made[look]
 
 
+def _for_replicas(value: np.ndarray, stored: int, leaf: Leaf) -> np.ndarray:
+    """Take the mean of the stored replicas, and give it to each wanted one.
+
+    A mean keeps what the next synchronisation would have found: parameters, moments,
+    and the mean of what waits to be sent. Of integers there is no mean: the first.
+    """
+    if stored and jnp.issubdtype(value.dtype, jnp.inexact):
+        wide = np.complex128 if value.dtype.kind == "c" else np.float64
+        value = value.mean(axis=0, dtype=wide)
+    elif stored:
+        value = value[0]
+    value = value.astype(leaf.value.dtype)
+    return (
+        np.broadcast_to(value, (leaf.replicas, *value.shape))
+        if leaf.replicas
+        else value
+    )
+
+
 def _place(leaf: Leaf, value: Any) -> Any:
     """Turn a numpy array, random key or global array into what a leaf is."""
     like = leaf.value
-    if leaf.kind in _PYTHON_OR_COMPLEX:
+    if leaf.kind in PYTHON_OR_COMPLEX:
         return type(like)(value.item())
     if leaf.kind == "array" and value.dtype != like.dtype:
         value = value.astype(like.dtype)
@@ -316,22 +244,3 @@ def _weak(value: np.ndarray) -> Any:
     weak = jnp.asarray(value.item())
     same = weak.dtype == value.dtype and np.asarray(weak).tobytes() == value.tobytes()
     return weak if same else value
-
-
-def mismatch(output: Any, differences: Sequence[Difference]) -> CheckpointError:
-    """Return the error for a checkpoint of another model."""
-    shown = "".join(f"\n  {d}" for d in differences[:10])
-    more = len(differences) - 10
-    if all(d.castable for d in differences):
-        remedy = "pass strict=False to convert the element types"
-    else:
-        remedy = (
-            "build the state as it was when saved, or pass strict=False to load what"
-            " matches and keep the rest"
-        )
-    return CheckpointError(
-        f"checkpoint {output} does not fit this state, {len(differences)} leaves"
-        f" differ:{shown}"
-        + (f"\n  and {more} more" if more > 0 else "")
-        + f"\n{remedy}"
-    )

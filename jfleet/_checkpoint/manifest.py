@@ -19,22 +19,20 @@ import struct
 import urllib.parse
 import zlib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from etils import epath
 
-from jfleet._errors import CheckpointError, listing
+from jfleet._checkpoint.files import damaged, is_link, is_remote, sync_folder
+from jfleet._errors import CheckpointError
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
 ARRAYS_NAME = re.compile(r"arrays\.(0|[1-9][0-9]{0,18})")
-DIGEST_NAME = re.compile(r"digest\.[0-9]+\.json")
 KINDS = ("array", "key", "bool", "int", "float", "complex", "str", "static")
 _COMPLEX = ("complex64", "complex128")
-_BLOCK_BYTES = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +55,15 @@ class Entry:
     """Name of the entry that holds this buffer, for tied arrays."""
     value: Any = None
     """The value, for the Python types."""
+    replicas: int = 0
+    """Size of the first dim, where each replica has a value of its own; else 0."""
+    owner: str = ""
+    """Name of the innermost NamedTuple that the leaf is in, such as an optax state."""
+
+    @property
+    def one_shape(self) -> tuple[int, ...]:
+        """Shape of one replica's value."""
+        return self.shape[1:] if self.replicas else self.shape
 
     @property
     def name(self) -> str:
@@ -87,11 +94,8 @@ class Manifest:
     """Axis sizes of the meshes that the arrays lived on."""
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Versions, level, step, type of the state; for people, never read back."""
-
-    @property
-    def generation(self) -> int:
-        """Number of the arrays folder; -1 without one."""
-        return -1 if self.arrays is None else int(self.arrays.partition(".")[2])
+    run: Mapping[str, Any] | None = None
+    """Of a checkpoint in a run's directory: its ``step``, and the ``extra`` values."""
 
 
 def entry_name(path: Sequence[str]) -> str:
@@ -155,14 +159,6 @@ def dtype_of(name: str) -> np.dtype:
     return dtype
 
 
-def damaged(output: epath.Path, what: str) -> CheckpointError:
-    """Return the error for a checkpoint whose files changed after the save."""
-    return CheckpointError(
-        f"checkpoint {output} is damaged: {what}; restore the folder from a copy or"
-        " load another checkpoint"
-    )
-
-
 def write_manifest(output: epath.Path, manifest: Manifest) -> None:
     """Put the manifest in place in one step, which completes the save."""
     body = dataclasses.asdict(manifest)
@@ -172,25 +168,11 @@ def write_manifest(output: epath.Path, manifest: Manifest) -> None:
     with temporary.open("w") as file:
         file.write(json.dumps(whole, indent=1))
         file.flush()
-        if not _is_remote(output):
+        if not is_remote(output):
             os.fsync(file.fileno())
     temporary.replace(output / FILE_NAME)
-    if not _is_remote(output):
-        _sync_folder(output)
-
-
-def _is_remote(path: epath.Path) -> bool:
-    """True for object stores, where there is nothing to synchronise."""
-    return "://" in os.fspath(path)
-
-
-def _sync_folder(folder: epath.Path) -> None:
-    """Make a rename survive a power cut."""
-    descriptor = os.open(os.fspath(folder), os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    for folder in (output, output.parent):
+        sync_folder(folder)
 
 
 def _canonical(body: Any) -> str:
@@ -210,6 +192,8 @@ def read_manifest(output: Any) -> Manifest:
         CheckpointError: there is no checkpoint, it is incomplete, or it is damaged.
     """
     output = epath.Path(output)
+    if is_link(output / FILE_NAME):
+        raise damaged(output, f"{FILE_NAME} is a link")
     try:
         text = (output / FILE_NAME).read_text()
     except (FileNotFoundError, NotADirectoryError):
@@ -246,11 +230,7 @@ def is_interrupted(output: epath.Path) -> bool:
 def is_own(name: str) -> bool:
     """True for the names that a save makes inside ``output``."""
     stem = name.partition(".orbax-checkpoint-tmp")[0]
-    return (
-        name == f"{FILE_NAME}.tmp"
-        or DIGEST_NAME.fullmatch(name) is not None
-        or ARRAYS_NAME.fullmatch(stem) is not None
-    )
+    return name == f"{FILE_NAME}.tmp" or ARRAYS_NAME.fullmatch(stem) is not None
 
 
 def _parse(whole: dict[str, Any]) -> Manifest:
@@ -267,12 +247,29 @@ def _parse(whole: dict[str, Any]) -> Manifest:
     manifest = Manifest(
         arrays=body["arrays"],
         entries=tuple(_parse_entry(entry) for entry in body["entries"]),
-        files={str(k): (int(n), int(crc)) for k, (n, crc) in body["files"].items()},
+        files={_inside(k): (int(n), int(crc)) for k, (n, crc) in body["files"].items()},
         meshes=tuple(dict(mesh) for mesh in body["meshes"]),
         info=dict(body["info"]),
+        run=_parse_run(body.get("run")),
     )
     _check_names(manifest)
     return manifest
+
+
+def _inside(name: str) -> str:
+    """Return the path of a file, if it stays in its folder."""
+    if any(step in ("", ".", "..") for step in name.split("/")) or "\\" in name:
+        raise ValueError(f"{name!r} is no path below a folder")
+    return name
+
+
+def _parse_run(raw: Any) -> dict[str, Any] | None:
+    if raw is None:
+        return None
+    run = {"step": raw["step"], "extra": raw["extra"]}
+    if type(run["step"]) is not int or run["step"] < 0:
+        raise ValueError(f"{run['step']!r} is no step")
+    return run
 
 
 def _parse_entry(raw: dict[str, Any]) -> Entry:
@@ -290,6 +287,12 @@ def _parse_entry(raw: dict[str, Any]) -> Entry:
         raise ValueError(f"{entry.path!r} is no path")
     if not all(type(size) is int and size >= 0 for size in entry.shape):
         raise ValueError(f"{entry.shape!r} is no shape")
+    if type(entry.owner) is not str:
+        raise ValueError(f"{entry.owner!r} is no name of a type")
+    if type(entry.replicas) is not int or entry.replicas < 0:
+        raise ValueError(f"{entry.replicas!r} is no number of replicas")
+    if entry.replicas and entry.shape[:1] != (entry.replicas,):
+        raise ValueError(f"{entry.shape} has no dim for {entry.replicas} replicas")
     if entry.kind == "array":
         dtype_of(entry.dtype)
     if entry.kind in ("bool", "int", "float", "complex", "str"):
@@ -308,55 +311,3 @@ def _check_names(manifest: Manifest) -> None:
             raise ValueError(f"{e.name!r} cannot be the same as {e.same_as!r}")
     if len({e.name for e in manifest.entries}) < len(manifest.entries):
         raise ValueError("two leaves have one name")
-
-
-def digest(folder: epath.Path, part: int, parts: int) -> dict[str, tuple[int, int]]:
-    """Return size and CRC-32 of every ``parts``-th file below a folder."""
-    names = sorted(_files(folder, folder))[part::parts]
-    with ThreadPoolExecutor(4) as pool:
-        found = pool.map(lambda name: _crc(folder / name), names)
-        return dict(zip(names, found, strict=True))
-
-
-def _files(folder: epath.Path, root: epath.Path) -> list[str]:
-    found = []
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            found += _files(entry, root)
-        else:
-            found.append(entry.relative_to(root).as_posix())
-    return found
-
-
-def _crc(path: epath.Path) -> tuple[int, int]:
-    size = crc = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            size += len(block)
-            crc = zlib.crc32(block, crc)
-    return size, crc
-
-
-def check_files(output: epath.Path, manifest: Manifest, part: int, parts: int) -> None:
-    """Compare the files of the arrays with the manifest.
-
-    Every one of ``parts`` processes checks its share of the bytes; all check names.
-
-    Raises:
-        CheckpointError: files are missing or have other bytes than were written.
-    """
-    if manifest.arrays is None:
-        return
-    folder = output / manifest.arrays
-    if not folder.is_dir():
-        raise damaged(output, f"folder {manifest.arrays} is missing")
-    try:
-        missing = sorted(set(manifest.files) - set(_files(folder, folder)))
-        if missing:
-            raise damaged(output, f"files are missing: {listing(missing, 5)}")
-        found = digest(folder, part, parts)
-    except OSError as error:
-        raise damaged(output, f"a file cannot be read ({error})") from error
-    wrong = [n for n, d in found.items() if manifest.files.get(n, d) != d]
-    if wrong:
-        raise damaged(output, f"files have changed since the save: {listing(wrong, 5)}")

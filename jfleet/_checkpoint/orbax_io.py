@@ -8,13 +8,16 @@ Everything is one flat dict from name to array. Choices, and why:
   program per shape, which made the first save of a small model take seconds.
 - *Plain bytes for exotic types*: TensorStore knows some of the 4 and 8 bit types, not
   all; stored as uint8 they need no knowledge. Random keys are stored as key data.
-- *Reading*: an array whose devices all belong to this process is read once, whole, and
-  cut up by ``device_put``; reading shard by shard costs one read of a chunk for every
-  shard that touches it. An array that spans processes is read shard by shard.
+- *Reading*: a small array whose devices all belong to this process is read once, whole,
+  and cut up by ``device_put``; reading shard by shard costs one read of a chunk for
+  every shard that touches it. ``large`` reads the others, and Orbax, shard by shard,
+  those that span processes.
 """
 
+import asyncio
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -25,11 +28,18 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from jfleet._checkpoint import large
+from jfleet._checkpoint.contents import check_contents
 from jfleet._tree import is_prng_key, num_elements
 
 TIMEOUT_SECS = 3600
-STAGING_BYTES = 256 << 20
-"""Most that loading holds on the host beyond the arrays it makes."""
+STAGING_BYTES = 128 << 20
+"""Most that is read at once; loading holds about twice that, or one shard, beside the
+arrays that it makes."""
+LARGE_BYTES = 32 << 20
+"""From here on an array is read shard by shard."""
+CHUNK_BYTES = 64 << 20
+"""Most that one stored chunk holds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +53,13 @@ class Request:
     impl: str | None = None
     """Random key implementation, None for numbers."""
     sharding: Sharding | None = None
-    """Global layout, only for arrays that span processes; None gives numpy."""
+    """Layout of arrays that span processes or are large; None gives numpy."""
+
+    @property
+    def is_large(self) -> bool:
+        """True if the host should not hold the whole array."""
+        shape, dtype = _physical_type(self)
+        return num_elements(shape) * np.dtype(dtype).itemsize > LARGE_BYTES
 
     @property
     def num_bytes(self) -> int:
@@ -62,24 +78,71 @@ def _is_exotic(dtype: Any) -> bool:
     return hasattr(ml_dtypes, name) and name != "bfloat16"
 
 
-def write(folder: epath.Path, arrays: Mapping[str, Any]) -> Callable[[], None]:
-    """Start writing arrays; they may be changed or donated once this returns.
+class Writing:
+    """A write that has begun: the values are copied, the files are on their way."""
 
-    Args:
-        folder: new folder; it appears under this name when everything is written.
-        arrays: jax or numpy arrays by name, at least one.
+    def __init__(self, folder: epath.Path, arrays: Mapping[str, Any]):
+        """Begin; the arrays may be changed or donated once this returns.
 
-    Returns:
-        A function that waits for the end of the write and raises its error.
-    """
-    item = {name: _physical(array) for name, array in arrays.items()}
-    checkpointer = ocp.AsyncCheckpointer(_handler(), timeout_secs=TIMEOUT_SECS)
+        Args:
+            folder: new, empty folder that all processes see.
+            arrays: jax or numpy arrays by name, at least one.
+        """
+        self._folder, self._names = folder, tuple(arrays)
+        self._handler = _handler()
+        item = {name: _physical(array) for name, array in arrays.items()}
+        args = ocp.args.PyTreeSave(item, save_args=_save_args(item))
+        try:
+            begun = _run(self._handler.async_save(folder, args=args))
+        except BaseException:
+            self._handler.close()
+            raise
+        self._futures = begun or []
+
+    def join(self) -> None:
+        """Wait until this process has written its files.
+
+        Raises:
+            Exception: whatever the write raised.
+        """
+        for future in self._futures:
+            future.result(timeout=TIMEOUT_SECS)
+
+    def merge(self) -> None:
+        """Join the files of all processes, in one of them, after all have joined.
+
+        Raises:
+            Exception: whatever that raised, or something is missing.
+        """
+        self._handler.finalize(self._folder)
+        check_contents(self._folder, self._names)
+
+    def close(self) -> None:
+        """Release what the write held, however it went."""
+        self._futures = []
+        self._handler.close()
+
+
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine to its end, inside of a notebook's event loop too."""
     try:
-        checkpointer.save(folder, args=ocp.args.PyTreeSave(item))
-    except BaseException:
-        checkpointer.close()
-        raise
-    return checkpointer.close
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
+
+
+def _save_args(item: Mapping[str, Any]) -> dict[str, ocp.SaveArgs]:
+    """Store large shards in chunks, so that a part can be read by itself."""
+
+    def chunks(array: Any) -> int | None:
+        sharding = getattr(array, "sharding", None)
+        shape = sharding.shard_shape(array.shape) if sharding else array.shape
+        num_bytes = num_elements(shape) * array.dtype.itemsize
+        return CHUNK_BYTES if num_bytes > CHUNK_BYTES else None
+
+    return {n: ocp.SaveArgs(chunk_byte_size=chunks(x)) for n, x in item.items()}
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:
@@ -137,8 +200,15 @@ def read(
         requests: the arrays wanted, by name.
 
     Yields:
-        Numpy arrays, random keys, or global arrays by name, in the order asked for.
+        Numpy arrays, random keys, or arrays on devices, by name.
     """
+    by_shard = {n: r for n, r in requests.items() if _is_local(r.sharding)}
+    for name, request in by_shard.items():
+        assert request.sharding is not None
+        shape, stored = _physical_type(request)
+        wanted = request.dtype
+        yield {name: large.read(folder, name, shape, stored, wanted, request.sharding)}
+    requests = {n: r for n, r in requests.items() if n not in by_shard}
     for batch in _batches(requests):
         args = {name: _restore_args(requests[name]) for name in batch}
         found = _handler().restore(
@@ -148,6 +218,10 @@ def read(
             ),
         )
         yield {name: _logical(found.pop(name), requests[name]) for name in batch}
+
+
+def _is_local(sharding: Sharding | None) -> bool:
+    return sharding is not None and sharding.is_fully_addressable
 
 
 def _batches(requests: Mapping[str, Request]) -> Iterator[Sequence[str]]:
@@ -214,9 +288,3 @@ def empty(request: Request) -> Any:
     """Return the array of a request that has no elements, and so was not stored."""
     shape, dtype = _physical_type(request)
     return _logical(np.zeros(shape, dtype), request)
-
-
-def barrier(key: str) -> None:
-    """Wait for all processes without using devices; safe in a background thread."""
-    wait = ocp.multihost.get_barrier_sync_fn()
-    wait(key=key, timeout_ms=TIMEOUT_SECS * 1000)

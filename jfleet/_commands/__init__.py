@@ -9,8 +9,10 @@ from types import ModuleType
 
 NAMES = (
     "devices",
+    "explain",
     "inspect",
     "launch",
+    "plan",
 )
 
 

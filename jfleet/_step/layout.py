@@ -49,6 +49,17 @@ class Layout:
 
         return jax.tree.map(one, tree, specs)
 
+    def pin_split(self, grads: Any) -> Any:
+        """Constrain gradients to the split that their update has, where it fits."""
+
+        def one(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+            sizes = [self.setup.size(e) for e in entries_of(spec, x.ndim)]
+            if any(n % size for n, size in zip(x.shape, sizes, strict=True)):
+                return x  # it is padded before it is split
+            return jax.lax.with_sharding_constraint(x, self.sharding(spec, False))
+
+        return jax.tree.map(one, grads, self.moved)
+
     def pin_grads(self, grads: Any) -> Any:
         """Constrain those gradients that are split.
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 from jax.sharding import AxisType, Mesh
 
@@ -52,6 +53,26 @@ class Setup:
     base: Any
     resolution: Resolution
     mesh: Mesh
+    platform: str | None = None
+    """What compiles the step, where the mesh has no devices to say so."""
+
+    @property
+    def scatters_by_hand(self) -> bool:
+        """Whether the compiler needs help to reduce-scatter gradients.
+
+        Those of TPUs and GPUs find it themselves, layer by layer inside a scan, where a
+        reduction by hand would wait for the whole gradient. That of CPUs does not.
+        """
+        return self.compiles_on == "cpu"
+
+    @property
+    def compiles_on(self) -> str:
+        """``cpu``, ``gpu`` or ``tpu``."""
+        if self.platform is not None:
+            return self.platform
+        if isinstance(self.mesh, Mesh):
+            return self.mesh.devices.flat[0].platform
+        return jax.default_backend()
 
     @property
     def data_axes(self) -> tuple[str, ...]:

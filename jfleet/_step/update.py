@@ -114,7 +114,11 @@ def _apply_global(
     )
     if layout.policy is not None:  # shards are added, and their sum is gathered
         params = layout.pin(params, layout.moved)
-    shown = _shown(layout.setup, opt_state, gradient, scale)
+    if layout.policy is None:  # keep its squares apart from those of the optimizer
+        grads = jax.lax.optimization_barrier(gradient.grads)
+    else:  # the norm of whole gradients would make them whole
+        grads = layout.pin_split(gradient.grads)
+    shown = _shown(layout.setup, opt_state, gradient, grads, scale)
     new = state.replace(
         params=params, opt_state=opt_state, model_state=gradient.model_state
     )
@@ -140,15 +144,18 @@ def _stepped(
     )
 
 
-def _shown(setup: Setup, opt_state: Any, gradient: Gradient, scale: Any) -> Shown:
-    """Loss, norm before clipping and clip factor, of one replica or of all."""
+def _shown(
+    setup: Setup, opt_state: Any, gradient: Gradient, grads: Any, scale: Any
+) -> Shown:
+    """Loss, norm before clipping and clip factor, of one replica or of all.
+
+    ``grads`` are the gradients to take the norm of, where no clip has it.
+    """
     clip = find(opt_state, ClipState)
     if clip is not None:
         norm, factor = clip.norm, clip.factor
     else:
-        # Nothing depends on it. A branch for extreme numbers would hold the gradient,
-        # and squares shared with the optimizer would be written out to memory.
-        grads = jax.lax.optimization_barrier(gradient.grads)
+        # Nothing depends on it: a branch for extreme numbers would hold the gradient.
         norm = global_norm(grads, exclude=setup.clip_exclude(), plain=True)
         norm = norm * setup.num_summed / jnp.asarray(scale, norm.dtype)
         unknown = find(opt_state, DgcState) is not None and "clip" in setup.resolution
@@ -211,7 +218,7 @@ class _Replica:
             after = find(opt_state, LocalsgdState, AdaptiveLocalsgdState)
             synced = after.num_syncs > before.num_syncs
             model_state = sync_model_state(model_state, synced, axis_name=axes)
-        now = _shown(setup, opt_state, gradient, scale)
+        now = _shown(setup, opt_state, gradient, gradient.grads, scale)
         if before is None:
             shown, aux = self._over_replicas(now, gradient.aux)
         else:

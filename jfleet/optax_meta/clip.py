@@ -97,8 +97,8 @@ def global_norm(
 ) -> jax.Array:
     """Return the norm over all floating leaves; arguments as above.
 
-    With ``plain`` it is the root of the sum of squares as it comes, which costs one pass
-    over the tree and needs no branch, but is infinite beyond 1e19 in float32.
+    With ``plain`` it is the root of the sum of squares as it comes, which costs one
+    pass over the tree and needs no branch, but is infinite beyond 1e19 in float32.
     """
     rows = zip(
         jax.tree.leaves(tree),

@@ -69,8 +69,8 @@ def fp16_allreduce(
       on_overflow: ``"skip"`` leaves parameters and state as they are in a step whose
         reduced gradient is not finite; ``"pass"`` hands it on.
       axis_name: axis of the replicas.
-      sum_leaf: how leaf number i is summed, ``sum_leaf(x, i)``; default an all-reduce. A
-        reduce-scatter may return one part of the sum, which ``inner`` then gets.
+      sum_leaf: how leaf number i is summed, ``sum_leaf(x, i)``; default an all-reduce.
+        A reduce-scatter may return one part of the sum, which ``inner`` then gets.
 
     Raises:
       ConfigError: if a choice is unknown.
