@@ -259,10 +259,10 @@ def test_float16_needs_to_know_the_scale():
     for used in (scale, 8.0, 1.0):
         updates, after = tx.update(used * jnp.ones(2), state, w, loss_scale=used)
         np.testing.assert_array_equal(updates, [-1.0, -1.0])
-        assert after.inner.good == 1
+        assert after.good == 1
     updates, after = tx.update(jnp.array([jnp.inf, 1]), state, w, loss_scale=scale)
     np.testing.assert_array_equal(updates, [0.0, 0.0])
-    assert after.inner.num_skipped == 1
+    assert after.num_skipped == 1
 
 
 def test_bfloat16_needs_no_scale():

@@ -114,7 +114,8 @@ def _from_everywhere(
     sharding = array.sharding
     assert isinstance(sharding, NamedSharding)
     if not _is_on_device(array):
-        array = jax.device_put(array, sharding.with_memory_kind(None))
+        on_device = NamedSharding(sharding.mesh, sharding.spec)
+        array = jax.device_put(array, on_device)
     gather = _gatherer(sharding.mesh, sharding.spec, rows, dim)
 
     def block_at(start: int) -> np.ndarray:

@@ -196,7 +196,7 @@ class Writer:
             if self._file is None:
                 self._file = open(self._path, "r+b", buffering=0)  # noqa: SIM115
             self._file.seek(tensor.start + first * row_bytes)
-            view = memoryview(data.reshape(-1).view(np.uint8))
+            view = memoryview(data.reshape(-1).view(np.uint8).data)
             while view:
                 view = view[self._file.write(view) :]
         except OSError as error:

@@ -68,7 +68,8 @@ def read(
                 device, memory_kind=sharding.memory_kind
             )
             pieces[device] = jax.block_until_ready(jax.device_put(value, where))
-        del shard, value
+            del value
+        del shard
     return jax.make_array_from_single_device_arrays(
         shape, sharding, list(pieces.values())
     )

@@ -136,7 +136,8 @@ def _owner(tree: Any, keys: Sequence[Any]) -> str:
                 break  # A variable of nnx: no optax state is inside.
             node = getattr(node, key.name)
         elif isinstance(node, list | tuple | Mapping):
-            node = node[getattr(key, "idx", getattr(key, "key", None))]
+            where: Any = getattr(key, "idx", getattr(key, "key", None))
+            node = node[where]
         else:
             break
     return owner

@@ -147,7 +147,8 @@ def _read(leaf: Leaf, logical: tuple[int, ...], tensor: Tensor) -> Any:
     like = leaf.value
     shape = tuple(like.shape)
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         spans = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
         sizes = [stop - start for start, stop in spans]
         inner = spans[1:] if leaf.replicas else spans

@@ -42,6 +42,7 @@ class Channel:
         if num == 1:
             return [value]
         client = distributed.global_state.client
+        assert client is not None  # there are several processes
         prefix, self._round = f"jfleet/{self._name}/{self._round}", self._round + 1
         timeout = TIMEOUT_SECS * 1000
         client.key_value_set(f"{prefix}/{jax.process_index()}", json.dumps(value))

@@ -25,7 +25,7 @@ def squarified(sizes: Sequence[float], box: Box) -> list[Box]:
 
     Example:
         >>> squarified([2, 1, 1], (0, 0, 2, 2))
-        [(0, 0, 1.0, 2), (1.0, 0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.0)]
+        [(0, 0.0, 1.0, 2.0), (1.0, 0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.0)]
     """
     found: list[Box] = []
     left, top, width, height = box

@@ -116,6 +116,7 @@ def _settled(walker: Walker, jaxpr: Any, init: Sequence[Tile], start: Any):
     """
     num = len(init)
     dims, classes = [t.dims for t in init], [t.kind for t in init]
+    inner, outs = walker.inner(), []
     for _ in range(MAX_ROUNDS):
         inner = walker.inner()
         carry = [

@@ -9,6 +9,7 @@ sum, by which axes it is cut later on.
 import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from jfleet._planning.kinds import REST
 from jfleet._planning.program import Op, Origin, Program
@@ -90,7 +91,7 @@ class _Scope:
             after = self.demand(op.outs[0])
             if not isinstance(after, tuple):
                 return after
-            back = [()] * len(after)
+            back: list[Any] = [()] * len(after)
             for new, old in enumerate(op.info["permutation"]):
                 back[old] = after[new]
             return tuple(back)

@@ -94,7 +94,7 @@ def _ancestors(order: list[Node]) -> list[int]:
 
 
 def matched(
-    inputs: list[tuple[int, object]], outputs: list[tuple[int, object]]
+    inputs: Sequence[tuple[int, object]], outputs: Sequence[tuple[int, object]]
 ) -> dict[int, int]:
     """Which result takes the memory of which donated argument: the first like it.
 

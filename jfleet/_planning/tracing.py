@@ -170,7 +170,7 @@ def trace_function(
     donated = (donate, *(False for _ in arguments[1:]))
     known = _arguments(arguments, donated)
     closed = jax.make_jaxpr(step)(*arguments)
-    inner = getattr(closed, "jaxpr", closed)
+    inner: Any = getattr(closed, "jaxpr", closed)
     pruned, used = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))
     consts = getattr(closed, "consts", ())
     jaxpr = jex.ClosedJaxpr(pruned, consts) if closed is not inner else pruned

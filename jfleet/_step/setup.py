@@ -52,7 +52,7 @@ class Setup:
 
     base: Any
     resolution: Resolution
-    mesh: Mesh
+    mesh: Any
     platform: str | None = None
     """What compiles the step, where the mesh has no devices to say so."""
 

@@ -245,7 +245,7 @@ def _meshes(
     if mesh is not None:
         if devices is not None:
             raise ConfigError("pass devices or mesh, not both")
-        real = mesh.devices.ravel() if isinstance(mesh, Mesh) else None
+        real = list(mesh.devices.flat) if isinstance(mesh, Mesh) else None
         return [dict(mesh.shape)], real
     if devices is None:
         devices = jax.devices()

@@ -126,7 +126,9 @@ def dynamic_loss_scaling(
             new, inner_state = common.update_in_own_types(
                 inner, grads, updates, state.inner, params, extra_args
             )
-            return optax.apply_updates(params, new) if move else new, inner_state
+            if move and params is not None:
+                new = optax.apply_updates(params, new)
+            return new, inner_state
 
         def skip():
             if move:
