@@ -5,7 +5,6 @@ not lost: it waits on its device, with momentum, until it is among the largest.
 """
 
 import jax
-import measure
 import optax
 import tasks
 
@@ -32,15 +31,15 @@ def train(share: float) -> dict:
     state = opt.create(task.params)
     held_out = jax.jit(task.loss)
     before = float(held_out(state.params, task.held_out))
-    found = measure.exchanges(step, state, task.batch(0, ROWS), min_bytes=512)
+    sent = jfleet.explain(step, state, task.batch(0, ROWS)).sent
     # Both phases are in the program: a dense one, and one of values and indices.
-    sparse = [c for c in found if c.kind == "all-gather"]
+    sparse = [s for s in sent if s.kind == "all-gather"]
     for i in range(STEPS):
         state, _ = step(state, task.batch(i, ROWS))
     return {
         "before": before,
         "after": float(held_out(state.params, task.held_out)),
-        "bytes": measure.wire_bytes(sparse or found),
+        "bytes": sum(s.wire_bytes for s in sparse or sent),
     }
 
 
@@ -51,7 +50,7 @@ def main() -> dict:
         r = results[share] = train(share)
         print(
             f"{share:4.0%} of the entries: loss {r['before']:.4f} -> {r['after']:.4f},"
-            f" {r['bytes']:,} bytes per device and step"
+            f" {r['bytes']:,.0f} bytes per device and step"
         )
     return results
 

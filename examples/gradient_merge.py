@@ -5,7 +5,6 @@ a window; ``sync="each"`` reduces every micro batch into an accumulator that is 
 """
 
 import jax
-import measure
 import optax
 import tasks
 
@@ -16,7 +15,7 @@ jax.config.update("jax_num_cpu_devices", 8)  # simulated, without accelerators
 K_STEPS, ROWS = 4, 128
 
 
-def train(sync: str | None, steps: int = 10) -> tuple[float, float, int, int]:
+def train(sync: str | None, steps: int = 10) -> dict:
     task = tasks.digits()
     strategy = jfleet.DistributedStrategy(sharding=True)
     strategy.sharding_configs = {"level": "os_g"}
@@ -27,13 +26,19 @@ def train(sync: str | None, steps: int = 10) -> tuple[float, float, int, int]:
 
     step = opt.minimize(task.loss)
     state = opt.create(task.params)
-    found = measure.exchanges(step, state, task.batch(0, ROWS))
+    report = jfleet.explain(step, state, task.batch(0, ROWS))
+    reduced = sum(s.bytes for s in report.sent if s.kind == "reduce-scatter")
+    reduced += sum(s.bytes for s in report.sent if s.kind == "all-reduce")
+    whole = sum(x.nbytes for x in jax.tree.leaves(state.params))
     losses = []
     for i in range(steps):
         state, metrics = step(state, task.batch(i, ROWS))
         losses.append(float(metrics.loss))
-    rounds = max(c.count for c in found if c.kind in measure.REDUCTIONS)
-    return losses[0], losses[-1], rounds, measure.wire_bytes(found)
+    return {
+        "losses": losses,
+        "rounds": reduced / whole,
+        "sent": report.wire_bytes,
+    }
 
 
 def main() -> dict:
@@ -45,10 +50,11 @@ def main() -> dict:
     }
     results = {}
     for sync, name in names.items():
-        first, last, rounds, sent = results[sync] = train(sync)
+        r = results[sync] = train(sync)
         print(
-            f"{name:29}: loss {first:.6f} -> {last:.6f}; a step reduces each gradient"
-            f" {rounds} x and sends {sent / 2**10:,.0f} KiB per device"
+            f"{name:29}: loss {r['losses'][0]:.6f} -> {r['losses'][-1]:.6f}; a step"
+            f" reduces {r['rounds']:.1f} x the gradients and sends"
+            f" {r['sent'] / 2**10:,.0f} KiB per device"
         )
     return results
 

@@ -6,7 +6,6 @@ parameters; an outer optimizer (Nesterov momentum) takes its mean as a gradient.
 """
 
 import jax
-import measure
 import optax
 import tasks
 
@@ -37,10 +36,8 @@ def train(mesh: jax.sharding.Mesh, *, local: bool) -> dict:
     held_out = jax.jit(task.loss)
     before = float(held_out(opt.params(state), task.held_out))
 
-    # Groups of other devices than those of one pod cross the slow network.
-    found = measure.exchanges(step, state, task.batch(0, ROWS))
-    inside = mesh.shape["shard"]
-    between = [c for c in found if c.group_size != inside]
+    sent = jfleet.explain(step, state, task.batch(0, ROWS)).sent
+    between = [s for s in sent if "replica" in s.axes]
     meetings = 0
     for i in range(STEPS):
         state, metrics = step(state, task.batch(i, ROWS))
@@ -48,8 +45,8 @@ def train(mesh: jax.sharding.Mesh, *, local: bool) -> dict:
     return {
         "before": before,
         "after": float(held_out(opt.params(state), task.held_out)),
-        "every_step": measure.wire_bytes([c for c in between if not c.in_conditional]),
-        "meeting": measure.wire_bytes([c for c in between if c.in_conditional]),
+        "every_step": sum(s.wire_bytes for s in between if not s.in_conditional),
+        "meeting": sum(s.wire_bytes for s in between if s.in_conditional),
         "meetings": meetings,
     }
 

@@ -27,8 +27,8 @@ def train(level: str | None) -> dict:
     step = opt.minimize(task.loss)
     state = opt.create(task.params)
     exchanged = collections.Counter()
-    for c in measure.exchanges(step, state, task.batch(0, ROWS)):
-        exchanged[c.kind] += c.count * c.bytes
+    for s in jfleet.explain(step, state, task.batch(0, ROWS)).sent:
+        exchanged[s.kind] += s.bytes
     losses = []
     for i in range(STEPS):
         state, metrics = step(state, task.batch(i, ROWS))

@@ -175,7 +175,8 @@ def sharding(found):
     for split in (os, os_g, p_g_os):
         assert none["optimizer"] / 8 <= split["optimizer"] < none["optimizer"] / 7.9
     assert set(none["exchanged"]) == {"all-reduce"}
-    assert set(os_g["exchanged"]) == {"all-gather", "reduce-scatter"}
+    assert os_g["exchanged"]["reduce-scatter"] > 30_000
+    assert os_g["exchanged"]["all-reduce"] < 1000  # metrics, and leaves kept whole
     assert p_g_os["exchanged"]["all-gather"] > os_g["exchanged"]["all-gather"]
 
 
@@ -203,11 +204,12 @@ def recompute(found):
 @claim
 def gradient_merge(found):
     whole, last, each = (found[key] for key in (None, "last", "each"))
-    falls(whole[0], whole[1], 0.9)
-    np.testing.assert_allclose([last[1], each[1]], whole[1], rtol=1e-4)
-    assert [whole[2], last[2], each[2]] == [1, 1, 4]
-    assert last[3] == whole[3]
-    assert each[3] > 3 * last[3]
+    falls(whole["losses"][0], whole["losses"][-1], 0.9)
+    for other, rounds in ((last, 1), (each, 4)):
+        np.testing.assert_allclose(other["losses"], whole["losses"], rtol=1e-4)
+        assert other["rounds"] == pytest.approx(rounds, rel=0.02)
+    assert whole["rounds"] == pytest.approx(1, rel=0.02)
+    assert each["sent"] > 3 * last["sent"]
 
 
 @claim
@@ -216,7 +218,6 @@ def fp16_allreduce(found):
     falls(wide["before"], wide["after"], 0.5)
     for other in (narrow, fed_back):
         assert other["after"] == pytest.approx(wide["after"], rel=1e-3)
-        assert other["kinds"] == ["reduce-scatter of f16"]
         assert other["bytes"] == pytest.approx(wide["bytes"] / 2, rel=1e-2)
 
 
