@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -186,8 +187,13 @@ def growth(found: dict[str, Any]) -> dict[str, float]:
     samples = found["samples"]
     fifth = max(len(samples) // 5, 1)
     warm, late = samples[fifth : 2 * fifth] or samples[:1], samples[-fifth:]
+
+    def of(some: list[dict[str, Any]], name: str) -> float:
+        values = [s[name] for s in some]
+        return statistics.median(values) if name == "rss_mib" else max(values)
+
     names = ("rss_mib", "python_threads", "threads", "files", "children")
-    return {n: max(s[n] for s in late) - max(s[n] for s in warm) for n in names}
+    return {name: of(late, name) - of(warm, name) for name in names}
 
 
 def verdicts(saves: dict[str, Any], control: dict[str, Any]) -> dict[str, Any]:

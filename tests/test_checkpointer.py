@@ -222,7 +222,7 @@ def test_nnx_pairs_and_typed_keys(tmp_path):
     assert_same_bits(state["key"], key)
 
 
-@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("around", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_padded_states_hold_logical_shapes_also_inside_of_a_dict(tmp_path, around):
     params = {"w": jnp.arange(15.0 * 3).reshape(15, 3)}
 
@@ -249,6 +249,7 @@ def test_padded_states_hold_logical_shapes_also_inside_of_a_dict(tmp_path, aroun
     np.testing.assert_array_equal(got.params["w"][:15], params["w"])
 
 
+@pytest.mark.slow
 def test_b84_donated_steps_and_saves_at_every_step(tmp_path):
     state = lay_out(mlp_state(sizes=(48, 480, 48)), make_mesh(8))
     shardings = jax.tree.map(lambda x: x.sharding, state)
@@ -706,8 +707,9 @@ def test_two_processes(tmp_path):
     assert folders(tmp_path / "run")[:2] == [name(3), name(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("service", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("service", [True, False])
 def test_sigterm_in_one_of_two_processes_stops_both_at_one_step(tmp_path, service):
     # Without JAX's service they hear of it when they save, which here is every 10.
     script = (

@@ -1,5 +1,6 @@
 """``plan`` and ``explain``, in this process where that is possible."""
 
+import dataclasses
 import importlib.util
 import io
 import itertools
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,9 @@ from rich.console import Console
 import jfleet
 from jfleet import cli
 from jfleet._commands import _target_options
+from jfleet._commands._compiled import CompilerError, compile_planned
 from jfleet._commands._progress import progress
+from jfleet._commands._user_code import told_warnings
 from jfleet._tuning import target
 from tests.processes import start
 
@@ -246,6 +250,10 @@ class TestOneStep:
         words = ("--devices", 8, "--level", "os")
         found = answer(capsys, "plan", f"{script}:merging", *words)
         assert set(found["plan"]["applied"]) == {"gradient_merge", "sharding"}
+        # The layout is that of the state that the step keeps.
+        layout = jfleet.Plan.from_json(json.dumps(found["layout"]))
+        state = bytes_of(found["plan"], "optimizer state")
+        assert layout.device_bytes("opt_state") == state
 
     def test_without_a_loss(self, script, capsys):
         words = ("plan", f"{script}:without_a_loss", "--devices", 8)
@@ -506,6 +514,46 @@ def explained(script):
     return json.loads(out.getvalue())
 
 
+class TestPage:
+    """What goes into the page; how it looks is tested in ``tests/html``."""
+
+    def written(self, tmp_path, *words):
+        page = tmp_path / "page.html"
+        assert run("plan", *words, "--html", page) == 0
+        return page.read_text("utf-8")
+
+    def test_all_levels_also_where_one_was_asked_for(self, script, tmp_path):
+        words = (script, "--devices", 8, "--level", "os_g", "--hardware", "v5e")
+        text = self.written(tmp_path, *words)
+        for name in LEVELS:
+            assert f'data-info="{name}, parameters: ' in text
+        assert "At level os_g; areas are" in text
+        assert "Layout at level p_g_os" in text
+        assert "Estimate of time on TPU v5e, os_g" in text
+        assert re.search(r"layer/kernel: float32 \[64, 128\], \(whole, data\), ", text)
+
+    def test_auto(self, script, tmp_path):
+        words = (script, "--auto", *TestAuto.WORDS)
+        text = self.written(tmp_path, *words)
+        assert "What auto chose, and from what" in text
+        assert '<p class="lead">auto chose ' in text
+
+    def test_levels_that_cannot_run(self, script, tmp_path):
+        file = tmp_path / "strategy.json"
+        file.write_text(jfleet.DistributedStrategy(localsgd=True).to_json())
+        words = (script, "--devices", 8, "--strategy", file)
+        text = self.written(tmp_path, *words)
+        assert text.count(">cannot run</span>") == 6  # in both pictures
+        assert "os_g cannot run: strategy.sharding cannot run: each replica" in text
+        assert "nothing is split without sharding" in text
+
+    def test_a_file_that_cannot_be_written(self, script, tmp_path, capsys):
+        assert run("plan", script, "--devices", 8, "--html", tmp_path) == 2
+        page = tmp_path / ("x" * 300)  # longer than names may be
+        assert run("plan", script, "--devices", 8, "--html", page) == 1
+        assert "cannot be written" in capsys.readouterr().err
+
+
 class TestExplain:
     def test_it_is_the_report_of_the_library(self, explained, by_hand):
         mesh = target.mesh_over(jax.devices(), {"data": 8})
@@ -609,6 +657,71 @@ class TestTopology:
         assert run("plan", file, "--topology", "v5e:2x2") == 2
         assert "there is no step to compile" in capsys.readouterr().err
 
+    @pytest.fixture
+    def here(self, monkeypatch):
+        """Four devices of this process, in place of the chips."""
+        found = jax.devices()[:4]
+        monkeypatch.setattr(_target_options, "topology_devices", lambda _: found)
+
+    def test_beside_the_plan(self, script, here, capsys):
+        words = ("plan", script, "--topology", "v5e:2x2")
+        found = answer(capsys, *words, "--level", "p_g_os")
+        assert (found["mesh_shape"], found["hardware"]) == ([["data", 4]], "TPU v5e")
+        assert found["plan"]["compiler"] == "tpu"
+        planned = {r["name"]: r for r in found["compiled"]["comparison"]["memory"]}
+        assert planned["arguments"]["planned"] == planned["arguments"]["compiled"]
+        assert found["compiled"]["report"]["level"] == "p_g_os"
+        for memory in ("1GiB", "1KiB"):  # the winner is compiled, or what comes closest
+            assert run(*words, "--memory", memory) == 0
+            text = capsys.readouterr().out
+            said = r"(\S+) (?:is the fastest by the estimate|comes closest)"
+            assert f"Compiled for v5e:2x2, {re.search(said, text)[1]}:" in text
+
+    def test_auto_takes_the_next_while_the_compiler_fits_it_not(
+        self, script, here, monkeypatch, capsys
+    ):
+        """The first is refused, the second too large, the third fits."""
+        asked = []
+
+        def compiled(problem, place, planned, devices):
+            asked.append(planned.name)
+            if len(asked) == 1:
+                raise CompilerError("no room")
+            real = compile_planned(problem, place, planned, devices)
+            if len(asked) != 2:
+                return real
+            report = dataclasses.replace(real.report, peak_bytes=2**40)
+            return dataclasses.replace(real, report=report)
+
+        monkeypatch.setattr("jfleet._commands.plan.compile_planned", compiled)
+        words = ("plan", script, "--topology", "v5e:2x2", "--mesh", "data=4", "--auto")
+        found = answer(capsys, *words)
+        assert len(asked) == 3
+        first, second, third = found["auto"]["verified"]
+        assert first == "no room"
+        assert second.endswith("does not fit")
+        assert third.endswith(": fits")
+        chosen = [c for c in found["auto"]["candidates"] if c["verdict"] == "chosen"]
+        assert third.startswith(chosen[0]["name"])
+
+        def refused(*_):
+            raise CompilerError("no room")
+
+        monkeypatch.setattr("jfleet._commands.plan.compile_planned", refused)
+        assert run(*words) == 1
+        assert "the compiler fits none of them" in capsys.readouterr().err
+
+    def test_the_compiler_refuses(self, script, here, monkeypatch, capsys):
+        def out_of_memory(*_, **__):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: used 17G of 16G hbm")
+
+        monkeypatch.setattr("jfleet._commands._compiled.compile_step", out_of_memory)
+        words = ("plan", script, "--topology", "v5e:2x2", "--level", "os")
+        assert run(*words) == 1
+        err = capsys.readouterr().err
+        assert "the compiler for v5e:2x2 refuses the step at os" in err
+        assert "used 17G of 16G" in err
+
     @pytest.mark.slow
     @pytest.mark.parametrize("words", [["--level", "p_g_os"], [], ["--auto"]])
     def test_compiled(self, words, tmp_path, capsys):
@@ -642,6 +755,19 @@ class TestTopology:
             sizes = {kind: local for kind, local, _ in report["classes"]}
             assert sizes["parameters"] == 4 * num // 4
             assert compiled["level"] == "p_g_os"
+
+
+def test_warnings_are_told_once_and_those_of_others_pass():
+    def warn():
+        with told_warnings() as told:
+            warnings.warn("ours", jfleet.JfleetWarning, stacklevel=1)
+            warnings.warn("ours", jfleet.JfleetWarning, stacklevel=1)
+            warnings.warn("theirs", UserWarning, stacklevel=1)
+        return told
+
+    with pytest.warns(UserWarning, match="theirs"):
+        told = warn()
+    assert told == ["ours"]
 
 
 def test_progress_is_shown_where_a_person_watches():

@@ -626,6 +626,7 @@ EXPORT = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_write_what_one_does(tmp_path):
     said = start.run(EXPORT, tmp_path)

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -208,7 +209,7 @@ def _verified(
 
 def _page_path(name: str) -> Path:
     path = Path(name)
-    if not path.parent.is_dir() or path.is_dir():
+    if not os.path.isdir(path.parent) or os.path.isdir(path):
         raise ConfigError(
             f"--html must be a file in a folder that exists, got {name!r}"
         )

@@ -65,15 +65,23 @@ def gathered(arrays: Sequence[Array], limit: int = MAX_CELLS) -> list[Array]:
 def _alike(arrays: Sequence[Array]) -> list[Array]:
     groups: dict[tuple, list[Array]] = {}
     for a in arrays:
-        path = re.sub(r"(?<![^/])\d+(?![^/])", "*", a.path)
-        path = re.sub(r"(?<=_)\d+(?=/|$)", "*", path)
-        groups.setdefault((path, a.shape, a.dtype, a.spec, a.reason), []).append(a)
+        key = (_pattern(a.path), a.shape, a.dtype, a.spec, _pattern(a.reason))
+        groups.setdefault(key, []).append(a)
     return [
         dataclasses.replace(
-            _sum(path, members, members[0].reason), shape=shape, dtype=dtype, spec=spec
+            _sum(path, members, reason), shape=shape, dtype=dtype, spec=spec
         )
-        for (path, shape, dtype, spec, _), members in groups.items()
+        for (path, shape, dtype, spec, reason), members in groups.items()
     ]
+
+
+def _pattern(text: str) -> str:
+    """Numbers of layers in a path, or in a reason that quotes one, as stars.
+
+    >>> _pattern("layers/3/mlp_1/w2"), _pattern("as 'block_3/w/0': dim 1 is")
+    ('layers/*/mlp_*/w2', "as 'block_*/w/*': dim 1 is")
+    """
+    return re.sub(r"(?:(?<=[/_'])|^)\d+(?=[/']|$)", "*", text)
 
 
 def _sum(path: str, members: Sequence[Array], reason: str) -> Array:
@@ -152,7 +160,6 @@ def as_sheet(title: str, arrays: Sequence[Array]) -> Sheet:
         (
             a.path if a.count == 1 else f"{a.path} ({a.count})",
             f"{a.dtype} {list(a.shape)}" if a.shape or a.count == 1 else a.dtype,
-            axes_text(a.axes),
             a.spec,
             human(a.total_bytes),
             human(a.device_bytes),
@@ -160,5 +167,5 @@ def as_sheet(title: str, arrays: Sequence[Array]) -> Sheet:
         )
         for a in gathered(arrays)
     ]
-    columns = ("path", "shape", "where", "spec", "whole", "per device", "why")
+    columns = ("path", "shape", "split over", "whole", "per device", "why")
     return Sheet(title=title, columns=columns, rows=tuple(rows), right=False)

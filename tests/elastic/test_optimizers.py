@@ -56,10 +56,14 @@ WRAPPED = {
     "guarded": optax.apply_if_finite(ADAM, 3),
     "deep": optax.apply_if_finite(optax.chain(optax.identity(), ADAM), 3),
 }
-PAIRS = [(a, b) for a in WRAPPED for b in WRAPPED if a != b]
+FAST = [("plain", "clipped"), ("clipped", "plain"), ("merged", "deep")]
+PAIRS = [(a, b) for a in WRAPPED for b in WRAPPED if a != b and (a, b) not in FAST]
 
 
-@pytest.mark.parametrize(("old", "new"), PAIRS)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [*FAST, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS)],
+)
 def test_adam_is_found_wherever_it_is(tmp_path, old, new):
     stored, _, loaded, report = moved(tmp_path, WRAPPED[old], WRAPPED[new])
     for got, want in zip(
@@ -116,6 +120,7 @@ def test_two_of_a_kind_keep_their_places(tmp_path):
         assert (got == want).all()
 
 
+@pytest.mark.slow
 def test_nnx_pairs(tmp_path):
     def pair(tx, seed):
         model = nnx.Linear(3, 2, rngs=nnx.Rngs(seed))

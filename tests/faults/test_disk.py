@@ -23,7 +23,7 @@ def run(how, directory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("how", ["full", "limit"])
+@pytest.mark.parametrize("how", ["full", pytest.param("limit", marks=pytest.mark.slow)])
 def test_a_full_disk(tmp_path, how):
     said = run(how, tmp_path / "disk")
     assert "of step 2 could not be written" in said["error"]
@@ -35,7 +35,8 @@ def test_a_full_disk(tmp_path, how):
     assert said["left"] == ["step_00000002"]
 
 
-@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [9, 1])
 def test_whichever_file_operation_fails(tmp_path, every):
     said = run(f"every{every}", tmp_path / "run")
     assert said["wrong"] == []

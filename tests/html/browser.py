@@ -32,11 +32,10 @@ FLAGS = (
 TIMEOUT_SECS = 60
 # Puts the pipes where the browser looks for them, then becomes the browser.
 _START = """
-import os, sys
-read, write = int(sys.argv[1]), int(sys.argv[2])
-spare = [os.dup(read), os.dup(write)]
-os.dup2(spare[0], 3)
-os.dup2(spare[1], 4)
+import fcntl, os, sys
+out_of_the_way = [fcntl.fcntl(int(n), fcntl.F_DUPFD, 10) for n in sys.argv[1:3]]
+os.dup2(out_of_the_way[0], 3)
+os.dup2(out_of_the_way[1], 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
 
